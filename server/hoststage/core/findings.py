@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from hoststage.core.stack import Mode, PayloadPath, Retraction
+from hoststage.core.stack import Mode, PayloadPath, Retraction, WritePolicy
 
 
 class Severity(Enum):
@@ -73,7 +73,7 @@ class PoolGrant:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What the tier will do for a session."""
+    """What the tier will do for a session. `write_policy` is the one in force, which a fence may have changed."""
 
     mode: Mode
     path: PayloadPath
@@ -81,6 +81,7 @@ class Grant:
     window_only_holds: bool
     pools: tuple[PoolGrant, ...]
     namespace: str
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
 
     @property
     def session_bytes(self) -> int:

@@ -106,8 +106,8 @@ class Pool:
     name: `[a-z0-9_]{1,64}`, unique in the stack. page_bytes: bytes of one page (all layers of the shard).
     page_tokens: tokens of one page. sliding_window: tokens, 0 where there is no window (a chunked-attention pool gives
     its chunk). pieces: sizes in bytes of the parts that one page is scattered over in the engine's layout, in order; empty means
-    one piece. host_slots: host pages that the client asks for, write and read side together; 0 leaves it to
-    the daemon. device_slots: pages that the device pool holds, 0 unknown. indices_from_pool: for a sidecar, the pool
+    one piece. host_slots: host pages that the client asks for, write side, read side and holds together; 0 leaves it
+    to the daemon. device_slots: pages that the device pool holds, 0 unknown. indices_from_pool: for a sidecar, the pool
     whose slot ids it reuses. shares_arena_with: the pool whose host arena this one is packed into, or "".
     replicated: every tensor-parallel rank holds the same bytes (MLA).
     """
@@ -134,6 +134,17 @@ class Pool:
     def stride(self) -> int:
         """Bytes from one slot to the next in an arena of this pool."""
         return align_up(max(self.page_bytes, 1), SLOT_ALIGNMENT)
+
+    @property
+    def is_sidecar(self) -> bool:
+        """Whether the pool counts in another pool's slots rather than in slots of its own."""
+        return self.kind is PoolKind.SIDECAR or bool(self.indices_from_pool)
+
+    @property
+    def has_host_pool(self) -> bool:
+        """Whether pages of the pool are ever offloaded. The SWA part of a `unified_kv` layout is a device-only ring."""
+        ring = self.kind is PoolKind.SWA and self.layout is KvLayout.UNIFIED_KV
+        return self.placement is Placement.HOST_POOL and not ring
 
     @property
     def window_pages(self) -> int:

@@ -1,0 +1,71 @@
+"""Fences about the node: its budget and its pinning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hoststage.core.fences.context import Context, Report, at_least, in_words, listed
+from hoststage.core.findings import Finding, RefusalKind
+
+PINNED = ("cuda", "mlock")
+"""Achievements that count as pinned. `resident` does not: no swap keeps the pages, but nothing locks them."""
+
+
+def budget(ctx: Context) -> Iterator[Finding]:
+    """A grant must fit what is left of the node's pinned budget."""
+    sizing, facts = ctx.staging, ctx.facts
+    if sizing.fits:
+        return
+    held = sorted((h for h in facts.holders if h.bytes > 0), key=lambda h: (-h.bytes, h.name))
+    holders = listed(f"{h.name} {in_words(h.bytes)}{' (reclaimable)' if h.reclaimable else ''}" for h in held)
+    fitted = sizing.fitted()
+    values: dict[str, int | str] = {
+        "budget_bytes": facts.budget_bytes,
+        "committed_bytes": facts.committed_bytes,
+        "free_bytes": facts.free_bytes,
+        "needed_bytes": sizing.charged_bytes,
+        "least_bytes": sizing.least_bytes,
+        "holders": holders or "nobody",
+    }
+    if fitted is None:
+        fit = f"Not even the least for this mode ({in_words(sizing.least_bytes)}) would fit."
+        remedy = f"Raise the budget to {at_least(facts.committed_bytes + sizing.least_bytes)} or more, or end a holder."
+        values["fits"] = "nothing"
+    else:
+        sizes = ", ".join(f"{p.pool} {p.slots}" for p in fitted.pools if p.pool == p.source)
+        fit = f"What would fit, in slots: {sizes}."
+        enough = at_least(facts.committed_bytes + sizing.charged_bytes)
+        remedy = f"Ask for that, raise the budget to {enough} or more, or end a holder."
+        values["fits"] = sizes
+        values["fits_bytes"] = fitted.charged_bytes
+    yield Report("BUDGET", ctx.mode).refused(
+        "budget",
+        f"The grant needs {in_words(sizing.charged_bytes)}; of the node's budget of {in_words(facts.budget_bytes)}, "
+        f"{in_words(facts.committed_bytes)} are held by {holders or 'nobody'} and {in_words(facts.free_bytes)} are free. "
+        f"{fit}",
+        remedy,
+        RefusalKind.RESOURCE_EXHAUSTED,
+        **values,
+    )
+
+
+def pin_required(ctx: Context) -> Iterator[Finding]:
+    """A client that requires pinned memory must get it."""
+    facts = ctx.facts
+    if not ctx.stack.requires_pinned or facts.pinned in PINNED:
+        return
+    limit = "unlimited" if facts.memlock_bytes < 0 else in_words(facts.memlock_bytes)
+    problem = f" ({facts.pin_problem})" if facts.pin_problem else ""
+    yield Report("PIN_REQUIRED", ctx.mode).refused(
+        "requires_pinned",
+        f"The client requires pinned memory, and the daemon's is {facts.pinned!r}{problem}: RLIMIT_MEMLOCK is "
+        f"{limit}, CUDA is "
+        f"{'present' if facts.cuda else 'absent'}.",
+        "Raise the limit (systemd: LimitMEMLOCK=infinity; Kubernetes: a container runtime with that default, or "
+        "CAP_IPC_LOCK; "
+        "docker: --ulimit memlock=-1), or let workers register the mapping by CUDA and not require pinning.",
+        RefusalKind.FAILED_PRECONDITION,
+        pinned=facts.pinned,
+        memlock_bytes=facts.memlock_bytes,
+        cuda="yes" if facts.cuda else "no",
+    )
