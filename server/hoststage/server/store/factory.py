@@ -23,6 +23,4 @@ async def open_store(url: str, options: StoreOptions | None = None) -> Store:
         return NullStore()
     if url == "memory:":
         return MemoryStore(options.limit_bytes)
-    raise StoreConfigError(
-        "store.url", url, "No driver serves this address.", f"Use one of: {', '.join(SUPPORTED)}."
-    )
+    raise StoreConfigError("store.url", url, "No driver serves this address.", f"Use one of: {', '.join(SUPPORTED)}.")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import xxhash
+
 from hoststage.server.store.base import (
     PageRead,
     PageReadResult,
@@ -148,9 +149,7 @@ class MemoryStore:
     async def clear(self, namespace: str) -> int:
         """Forget all pages of a namespace."""
         self._check(namespace)
-        doomed = [
-            (key, pool) for (held, key), pages in self._groups.items() if held == namespace for pool in pages
-        ]
+        doomed = [(key, pool) for (held, key), pages in self._groups.items() if held == namespace for pool in pages]
         for key, pool in doomed:
             self._drop(namespace, key, pool)
         self._counts["deleted_pages"] += len(doomed)

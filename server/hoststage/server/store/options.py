@@ -59,9 +59,7 @@ class StoreOptions:
             if getattr(self, field) < 0:
                 raise _bad(self, field, "It must not be negative.", "Set zero or more.")
         if not 0 < self.high_watermark <= 1:
-            raise _bad(
-                self, "high_watermark", "It must be above 0 and at most 1.", "Set a fraction such as 0.95."
-            )
+            raise _bad(self, "high_watermark", "It must be above 0 and at most 1.", "Set a fraction such as 0.95.")
         if not 0 < self.low_watermark < self.high_watermark:
             raise _bad(
                 self,
