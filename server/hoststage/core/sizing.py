@@ -252,9 +252,12 @@ def span_pages(stack: Stack, pool: Pool) -> int:
 def hold_slots(stack: Stack, pool: Pool) -> int:
     """Return the slots that park one largest request in `pool`, two where one may be received meanwhile.
 
-    A request stops anywhere in a page, so that its trailing window may touch one page more than the window has.
+    No request is larger than the device pool, where that is known. A request stops anywhere in a page, so that its
+    trailing window may touch one page more than the window has.
     """
     pages = ceil_div(max(stack.largest_request_tokens, 0), max(1, pool.page_tokens))
+    if pool.device_slots > 0:
+        pages = min(pages, pool.device_slots)
     if pool.window_pages:
         pages = min(pages, pool.window_pages + 1)
     elif pool.kind is PoolKind.MAMBA:
