@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hoststage.core.fences import RULES, Applies, Context, ProtocolRanges, Rule, evaluate, verdict
 from hoststage.core.findings import BudgetHolder, Finding, NodeFacts, Severity, Verdict
@@ -26,8 +30,6 @@ from hoststage.core.stack import (
     Stack,
     WritePolicy,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 ABSURD = st.one_of(
     st.integers(-3, 70),
@@ -134,8 +136,15 @@ def plausible(draw: st.DrawFn) -> Stack:
     """Draw a stack that has a fair chance of being granted."""
     tokens = draw(st.sampled_from([1, 16, 64]))
     kv = Pool("kv", PoolKind.KV, draw(st.integers(1, 9000)), tokens, host_slots=draw(st.integers(0, 40)))
-    window = {"sliding_window": draw(st.integers(1, 400)), "hit_policy": HitPolicy.TRAILING_PAGES}
-    swa = Pool("swa", PoolKind.SWA, draw(st.integers(1, 9000)), tokens, host_slots=draw(st.integers(0, 60)), **window)
+    swa = Pool(
+        "swa",
+        PoolKind.SWA,
+        draw(st.integers(1, 9000)),
+        tokens,
+        sliding_window=draw(st.integers(1, 400)),
+        hit_policy=HitPolicy.TRAILING_PAGES,
+        host_slots=draw(st.integers(0, 60)),
+    )
     aux = replace(swa, name="aux", host_slots=draw(st.integers(0, 60)))
     mamba = Pool("mamba", PoolKind.MAMBA, draw(st.integers(1, 90000)), tokens, host_slots=draw(SMALL))
     c4 = Pool("c4", PoolKind.SIDECAR, draw(st.integers(1, 9000)), tokens, indices_from_pool="kv")
@@ -237,12 +246,8 @@ def _counted(stack: Stack, facts: NodeFacts) -> tuple[Counter[tuple[str, Mode | 
 
         return replace(rule, check=check)
 
-    original = verdict.RULES
-    verdict.RULES = tuple(wrapped(rule) for rule in original)
-    try:
+    with mock.patch.object(verdict, "RULES", tuple(wrapped(rule) for rule in RULES)):
         return calls, evaluate(stack, facts, ProtocolRanges())
-    finally:
-        verdict.RULES = original
 
 
 @settings(max_examples=150, deadline=None)

@@ -5,20 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hoststage.core.fences import RULES, ProtocolRanges, evaluate
-from hoststage.core.findings import NodeFacts, RefusalKind, Severity
-from hoststage.core.stack import (
-    HitPolicy,
-    Parallel,
-    PayloadPath,
-    Placement,
-    Retraction,
-    RetractionWish,
-    Role,
-    Stack,
-    WritePolicy,
-)
-
 from tests.unit.fences_stacks import (
     AUX,
     BUFFER,
@@ -35,6 +21,20 @@ from tests.unit.fences_stacks import (
     found,
     node,
     stack,
+)
+
+from hoststage.core.fences import RULES, ProtocolRanges, evaluate
+from hoststage.core.findings import NodeFacts, RefusalKind, Severity
+from hoststage.core.stack import (
+    HitPolicy,
+    Parallel,
+    PayloadPath,
+    Placement,
+    Retraction,
+    RetractionWish,
+    Role,
+    Stack,
+    WritePolicy,
 )
 
 SWA_ALONE = replace(SWA, host_slots=0)

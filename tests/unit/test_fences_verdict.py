@@ -4,20 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hoststage.core.fences import RETRACTION_SUBJECT, evaluate
-from hoststage.core.findings import BudgetHolder, Severity
-from hoststage.core.stack import (
-    Mode,
-    ModeWish,
-    Parallel,
-    PayloadPath,
-    Placement,
-    Retraction,
-    RetractionWish,
-    WritePolicy,
-    namespace_of,
-)
-
 from tests.unit.fences_stacks import (
     BOTH,
     C4,
@@ -33,6 +19,20 @@ from tests.unit.fences_stacks import (
     node,
     refusals,
     stack,
+)
+
+from hoststage.core.fences import RETRACTION_SUBJECT, evaluate
+from hoststage.core.findings import BudgetHolder, Severity
+from hoststage.core.stack import (
+    Mode,
+    ModeWish,
+    Parallel,
+    PayloadPath,
+    Placement,
+    Retraction,
+    RetractionWish,
+    WritePolicy,
+    namespace_of,
 )
 
 
