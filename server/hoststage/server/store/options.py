@@ -47,6 +47,8 @@ class StoreOptions:
     """The apparent size of one segment file; files are sparse."""
     direct_io: DirectIo = DirectIo.AUTO
     sync: SyncPolicy = SyncPolicy.NONE
+    create_directory: bool = False
+    """Create a directory that does not exist. Off by default, so that a disk not mounted is noticed."""
     quarantine_slots: int = 64
     """How many corrupt pages may be set aside at once; the oldest one makes room for the next."""
 
