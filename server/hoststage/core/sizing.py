@@ -9,7 +9,7 @@ of them get the same number of slots. A family's slots are split into
 - `hold`: further slots of the write arena that park retracted requests.
 
 A span is the smallest transfer that has to fit: one window in a window pool, the trailing pages (one state) in a
-Mamba pool, the prefetch threshold in a full-attention pool.
+Mamba pool, the prefetch threshold or the largest window's tokens in a full-attention pool.
 
 Everything here is integer arithmetic on what is given, so that every rank that presents the same stack to the same
 node computes the same numbers. Nothing raises, whatever the stack says: judging it is the fences' part.
@@ -129,7 +129,7 @@ class PoolSizing:
         read = f"live {self.live_read_slots}" if self.live_read_slots else f"at least {self.needed_read}"
         return (
             Term("stride", f"{self.page_bytes} bytes a page, aligned to 4096", self.stride, "bytes"),
-            Term("span", "window, state or prefetch threshold", self.span_pages, "pages"),
+            Term("span", "window, state, or the larger of prefetch threshold and windows", self.span_pages, "pages"),
             Term("write", f"at least {self.needed_write}, {origin}", self.write_slots),
             Term("read", f"{read}, {origin}", self.read_slots),
             Term("reserve", reserve, self.reserve_slots),
@@ -237,13 +237,15 @@ def arena_group(stack: Stack, pool: Pool) -> tuple[Pool, ...]:
 def span_pages(stack: Stack, pool: Pool) -> int:
     """Return the pages of the smallest transfer of `pool` that has to fit, at least 1.
 
-    A window pool: one window. A pool that needs only trailing pages: those. Any other: the prefetch threshold in
-    pages, in whole block groups where it has them; in an arena shared with window pools at least as many tokens as their windows.
+    A window pool: one window. A pool that needs only trailing pages: those. Any other: as many tokens as the prefetch
+    threshold or the largest window, since a load of a window is a load of its full pages too; in whole block groups
+    where the pool has them.
     """
     if pool.window_pages or pool.kind is PoolKind.MAMBA or pool.hit_policy is HitPolicy.TRAILING_PAGES:
         return max(1, pool.window_pages, pool.trailing_pages)
     page_tokens = max(1, pool.page_tokens)
-    windows = [p.window_pages * max(1, p.page_tokens) for p in arena_group(stack, pool)]
+    windowed = (p for p in stack.pools if p.has_host_pool and not p.is_sidecar)
+    windows = [p.window_pages * max(1, p.page_tokens) for p in windowed]
     pages = max(1, ceil_div(max(stack.prefetch_threshold_tokens, 0, *windows), page_tokens))
     grouped = pool.hit_policy is HitPolicy.BLOCK_GROUPS and pool.group_pages > 0
     return align_up(pages, pool.group_pages) if grouped else pages
