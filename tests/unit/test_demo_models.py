@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from hoststage.cli.demo import models
+from hoststage.cli.demo.convert import Progress
 from hoststage.cli.demo.models import DemoModel, ModelUnavailableError
 
 
@@ -49,7 +52,7 @@ def test_a_file_other_than_the_published_one_is_refused_and_leaves_nothing(
     monkeypatch.setattr(models, "locate", lambda _model: (forged,))
     with pytest.raises(ModelUnavailableError, match="--force-reinstall"):
         models.prepare(DemoModel.SMOLLM2)
-    assert list((cache_home / "hoststage").iterdir()) == []
+    assert [path.name for path in (cache_home / "hoststage").iterdir()] == [".smollm2.lock"]
 
 
 def test_parts_are_joined_in_order_and_hashed_as_a_whole(tmp_path: Path) -> None:
@@ -63,22 +66,43 @@ def test_parts_are_joined_in_order_and_hashed_as_a_whole(tmp_path: Path) -> None
     assert seen == [(2, 3), (3, 3)]
 
 
-def test_the_cache_follows_xdg_and_ignores_a_relative_path(
-    cache_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_follows_xdg_and_ignores_a_relative_path(cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert models.cache_root() == cache_home / "hoststage"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", "/home/someone")
     assert models.cache_root() == Path("/home/someone/.cache/hoststage")
 
 
-def test_the_first_of_two_conversions_stays(tmp_path: Path) -> None:
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "who").write_text(name)
-        models._publish(tmp_path / name, tmp_path / "target")
-    assert (tmp_path / "target" / "who").read_text() == "first"
-    assert not (tmp_path / "second").exists()
+def test_two_workers_convert_once_and_clear_what_a_killed_one_left(
+    cache_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leftover = cache_home / "hoststage" / ".smollm2.partial" / "built"
+    leftover.mkdir(parents=True)
+    (leftover / "half-written").touch()
+    source = tmp_path / "source.gguf"
+    source.write_bytes(b"GGUF")
+    first_is_in, let_it_end = threading.Event(), threading.Event()
+    conversions: list[Path] = []
+
+    def convert(_source: Path, built: Path, _progress: Progress) -> None:
+        conversions.append(built)
+        first_is_in.set()
+        assert let_it_end.wait(20)
+        (built / "config.json").touch()
+
+    monkeypatch.setattr(models, "locate", lambda _model: (source,))
+    monkeypatch.setattr(models, "check_sum", lambda *_arguments: None)
+    monkeypatch.setattr(models, "convert", convert)
+    with ThreadPoolExecutor(2) as workers:
+        first = workers.submit(models.prepare, DemoModel.SMOLLM2)
+        assert first_is_in.wait(20)
+        second = workers.submit(models.prepare, DemoModel.SMOLLM2)
+        let_it_end.set()
+        target = first.result(20)
+        assert second.result(20) == target
+    assert len(conversions) == 1
+    assert [path.name for path in target.iterdir()] == ["config.json"]
+    assert not leftover.parent.exists()
 
 
 def test_importing_the_demo_loads_neither_torch_nor_transformers() -> None:

@@ -107,9 +107,7 @@ def test_only_the_pages_that_meet_the_window_are_needed() -> None:
 
 
 @pytest.mark.parametrize("n_tokens", [6, 14, 17, 40, 300, 530])
-def test_a_restored_prefix_repeats_the_uninterrupted_run_bit_for_bit(
-    model: LoadedModel, n_tokens: int
-) -> None:
+def test_a_restored_prefix_repeats_the_uninterrupted_run_bit_for_bit(model: LoadedModel, n_tokens: int) -> None:
     prompt = [(i * 31 + 7) % 97 for i in range(n_tokens)]
     prefix = pages.reusable_tokens(n_tokens, PAGE_TOKENS)
     taken: dict[str, dict[int, bytes]] = {}
@@ -153,9 +151,7 @@ def test_a_page_that_left_the_window_is_refused() -> None:
     model = tiny("hybrid")
     swa = pages.stack_shape(model)[1]
     cache = generate.prefill(model, list(range(40))).cache
-    with pytest.raises(
-        pages.PageError, match=r"page 0 of pool 'swa' covers tokens 0 to 4, .* holds 28 to 40"
-    ):
+    with pytest.raises(pages.PageError, match=r"page 0 of pool 'swa' covers tokens 0 to 4, .* holds 28 to 40"):
         pages.extract_page(cache, swa, 0, bytearray(swa.page_bytes))
 
 
@@ -167,6 +163,13 @@ def test_wrong_sizes_and_missing_pages_are_named() -> None:
         pages.extract_page(cache, pool, 0, bytearray(8))
     with pytest.raises(pages.PageError, match=r"'kv' lacks pages \[0, 1\]"):
         pages.restore(model, {}, 8)
+
+
+def test_a_warm_up_changes_no_bit_of_what_follows() -> None:
+    model = tiny("hybrid")
+    cold = generate.prefill(model, list(range(30))).last_logits
+    generate.warm_up(model)
+    assert bool((generate.prefill(model, list(range(30))).last_logits == cold).all())
 
 
 def test_a_cache_that_leaves_nothing_to_compute_is_refused() -> None:

@@ -67,9 +67,7 @@ class Gguf:
         reader = GGUFReader(str(path))
         architecture = str(reader.fields["general.architecture"].contents())
         if architecture not in _NORMS:
-            raise ConversionError(
-                f"{path}: general.architecture is {architecture!r}; the demo knows {sorted(_NORMS)}"
-            )
+            raise ConversionError(f"{path}: general.architecture is {architecture!r}; the demo knows {sorted(_NORMS)}")
         return cls(architecture, reader)
 
     def value(self, key: str) -> Any:
@@ -155,9 +153,7 @@ def _weights(gguf: Gguf) -> Iterator[tuple[str, np.ndarray]]:
             # llama.cpp stores Gemma's norm weights with the model's "1 +" folded in.
             data = data - np.float32(1)
         if gguf.architecture == "llama" and (".attn_q." in tensor.name or ".attn_k." in tensor.name):
-            heads = gguf.value(
-                "attention.head_count_kv" if ".attn_k." in tensor.name else "attention.head_count"
-            )
+            heads = gguf.value("attention.head_count_kv" if ".attn_k." in tensor.name else "attention.head_count")
             data = unpermute_rotary(data, int(heads))
         yield name, np.ascontiguousarray(data)
 
@@ -225,9 +221,7 @@ def _sentencepiece(tokens: list[str], merges: list[tuple[str, str]]) -> Any:
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     # The normaliser leaves no space to split at: the whole text is one word, as in SentencePiece.
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer
 
 

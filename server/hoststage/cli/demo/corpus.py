@@ -58,9 +58,7 @@ def prompt_tokens(model: LoadedModel, n_tokens: int = DEFAULT_TOKENS) -> list[in
     body = _encode(model, text())
     room = n_tokens - len(head) - len(tail)
     if not 0 < room <= len(body):
-        raise CorpusError(
-            f"n_tokens is {n_tokens}; choose {n_tokens - room + 1} to {n_tokens - room + len(body)}"
-        )
+        raise CorpusError(f"n_tokens is {n_tokens}; choose {n_tokens - room + 1} to {n_tokens - room + len(body)}")
     return [*head, *body[:room], *tail]
 
 

