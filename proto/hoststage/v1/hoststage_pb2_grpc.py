@@ -5,7 +5,7 @@ import warnings
 
 from hoststage.v1 import hoststage_pb2 as hoststage_dot_v1_dot_hoststage__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.74.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in hoststage/v1/hoststage_pb2_grpc.py depends on'
+        + f' but the generated code in hoststage/v1/hoststage_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class HostStageStub:
+class HostStageStub(object):
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -46,7 +46,7 @@ class HostStageStub:
                 _registered_method=True)
 
 
-class HostStageServicer:
+class HostStageServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Session(self, request_iterator, context):
@@ -85,7 +85,7 @@ def add_HostStageServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class HostStage:
+class HostStage(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
