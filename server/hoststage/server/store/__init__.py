@@ -13,12 +13,15 @@ from hoststage.server.store.base import (
     StoreStats,
     WriteOutcome,
 )
+from hoststage.server.store.breaker import BreakerOptions, BreakerStore
 from hoststage.server.store.errors import StoreClosedError, StoreConfigError, StoreError
 from hoststage.server.store.factory import open_store
 from hoststage.server.store.options import DirectIo, StoreOptions, SyncPolicy
 
 __all__ = [
+    "BreakerOptions",
     "BreakerState",
+    "BreakerStore",
     "DirectIo",
     "PageRead",
     "PageReadResult",
