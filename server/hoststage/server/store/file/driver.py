@@ -66,7 +66,7 @@ class FileStore:
         self._index = Index()
         self._space = Space(options)
         recovered = opened.recovered
-        self._table = SegmentTable(opened.directory, options.segment_bytes, self._helpers, recovered.next_number)
+        self._table = SegmentTable(opened.directory, options, self._helpers, recovered.last_number)
         self._sequence = recovered.next_sequence
         self._recovered_pages = len(recovered.pages)
         self._fill(opened)
@@ -237,7 +237,7 @@ class FileStore:
     # --- writing --------------------------------------------------------------------------------------------
 
     async def _write(self, namespace: str, writes: Sequence[PageWrite]) -> list[PageWriteResult]:
-        groups = {write.key: self._index.hold(namespace, write.key) for write in writes}
+        groups = {key: self._index.hold(namespace, key) for key in {write.key for write in writes}}
         jobs: list[WriteJob] = []
         try:
             await self._reclaimer.look()

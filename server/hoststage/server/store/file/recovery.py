@@ -51,9 +51,9 @@ class Recovered:
         return max((page.sequence for page in self.pages), default=0) + 1
 
     @property
-    def next_number(self) -> int:
-        """A segment number above all that are in use."""
-        return max((segment.number for segment in self.segments), default=0) + 1
+    def last_number(self) -> int:
+        """The highest segment number in use."""
+        return max((segment.number for segment in self.segments), default=0)
 
 
 def recover(directory: StoreDirectory, threads: int) -> Recovered:

@@ -13,7 +13,7 @@ from typing import Final
 from hoststage.server.store.file.layout import BLOCK, MAX_SLOTS, SegmentHeader
 from hoststage.server.store.file.syscalls import allocate
 
-PREALLOCATE_BYTES: Final = 32 << 20
+MOST_AHEAD_BYTES: Final = 32 << 20
 
 
 class Segment:
@@ -22,7 +22,19 @@ class Segment:
     Slots are handed out and taken back on the event loop. ``prepare`` is called from write threads.
     """
 
-    __slots__ = ("_free", "_lock", "_ready", "fd", "fresh", "header", "live", "number", "path", "retired")
+    __slots__ = (
+        "_free",
+        "_lock",
+        "_ready",
+        "ahead_bytes",
+        "fd",
+        "fresh",
+        "header",
+        "live",
+        "number",
+        "path",
+        "retired",
+    )
 
     def __init__(self, number: int, path: Path, fd: int, header: SegmentHeader) -> None:
         self.number = number
@@ -34,6 +46,8 @@ class Segment:
         self.fresh = 0
         """The first slot that was never handed out; all behind it are fresh too."""
         self.retired = False
+        self.ahead_bytes = 0
+        """How far ahead of writing blocks are allocated; the table sets it when it takes a segment in."""
         self._free: list[int] = []
         self._ready = 0
         self._lock = threading.Lock()
@@ -77,7 +91,7 @@ class Segment:
         with self._lock:
             if slot < self._ready:
                 return
-            count = max(1, PREALLOCATE_BYTES // self.header.slot_bytes)
+            count = max(1, self.ahead_bytes // self.header.slot_bytes)
             until = min(slot + count, self.header.slots)
             if allocate(self.fd, self.offset(slot), self.offset(until) - self.offset(slot)) == 0:
                 self._ready = until

@@ -8,22 +8,26 @@ from concurrent.futures import Executor
 
 from hoststage.server.store.file.directory import StoreDirectory
 from hoststage.server.store.file.segment import (
+    MOST_AHEAD_BYTES,
     Segment,
     SizeClass,
     create_segment,
     remove_segment,
     slots_per_segment,
 )
+from hoststage.server.store.options import StoreOptions
 
 
 class SegmentTable:
     """Used on the event loop; files are created and removed in ``executor``."""
 
-    def __init__(self, directory: StoreDirectory, segment_bytes: int, executor: Executor, first_number: int) -> None:
+    def __init__(self, directory: StoreDirectory, options: StoreOptions, executor: Executor, last_number: int) -> None:
         self._directory = directory
-        self._segment_bytes = segment_bytes
+        self._segment_bytes = options.segment_bytes
+        # What is allocated ahead counts towards no limit, so it must be small beside it.
+        self._ahead_bytes = min(MOST_AHEAD_BYTES, options.limit_bytes // 64)
         self._executor = executor
-        self._number = first_number
+        self._number = last_number
         self._all: dict[int, Segment] = {}
         self._roomy: dict[SizeClass, dict[Segment, None]] = {}
         self._growing: dict[SizeClass, asyncio.Lock] = {}
@@ -34,6 +38,7 @@ class SegmentTable:
     def add(self, segment: Segment) -> None:
         """Take in an open segment."""
         self._all[segment.number] = segment
+        segment.ahead_bytes = self._ahead_bytes
         if segment.has_room:
             self._roomy.setdefault(_class_of(segment), {})[segment] = None
 
