@@ -5,6 +5,7 @@
 #   "$(tools/engine_env.sh sglang)" -m pytest -m engines tests/engines
 #
 # It takes several GB and some minutes the first time; afterwards nothing is done unless the requirements changed.
+# Where the CPU build of torch will do, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves most of the size.
 # HOSTSTAGE_ENGINES_DIR says where (default /var/cache/hoststage), PYTHON which interpreter (3.11 or later).
 set -eu
 

@@ -21,17 +21,18 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from hoststage.core.findings import NodeFacts, PoolGrant
-from hoststage.core.stack import (
-    HitPolicy,
-    Mode,
-    Parallel,
-    Pool,
-    PoolKind,
-    Retraction,
-    Stack,
-    align_up,
-    ceil_div,
+from hoststage.core.spans import (
+    RESERVE_DIVISOR,
+    arena_group,
+    asked_slots,
+    hold_formula,
+    hold_slots,
+    reserve_slots,
+    source_of,
+    span_formula,
+    span_pages,
 )
+from hoststage.core.stack import SLOT_ALIGNMENT, Mode, Parallel, Pool, PoolKind, Retraction, Stack, ceil_div
 
 STAGING_DEPTH_BYTES = 16 << 20
 """Bytes of one side of a pool that the daemon sizes itself: it keeps copies and store requests of a few MiB in flight."""
@@ -41,9 +42,6 @@ CACHE_BUDGET_DIVISOR = 2
 
 CACHE_WRITE_DIVISOR = 8
 """In `cache`, the write side takes at most this part of what a client asks for; the rest keeps pages resident."""
-
-RESERVE_DIVISOR = 10
-"""A window pool reserves at least this part of its read slots."""
 
 PAGES_PER_STATE = 16
 """In `cache`, Mamba states that the daemon sizes itself: one for that many anchor pages."""
@@ -91,6 +89,9 @@ class PoolSizing:
     shared: bool
     page_bytes: int
     page_tokens: int
+    window_tokens: int
+    span_formula: str
+    hold_formula: str
 
     @property
     def slots(self) -> int:
@@ -122,21 +123,33 @@ class PoolSizing:
 
     def terms(self) -> tuple[Term, ...]:
         """Return the arithmetic of the pool, in the order in which it is done."""
-        origin = f"asked {self.asked_slots}" if self.asked_slots else "chosen by the daemon"
+        blocks, asked = f"ceil({self.page_bytes} / {SLOT_ALIGNMENT})", self.asked_slots
+        terms = [Term("stride", f"{blocks} × {SLOT_ALIGNMENT}", self.stride, "bytes")]
         if self.source != self.pool:
-            origin = f"as many as its source {self.source}"
-        reserve = f"min(read, max(span, read // {RESERVE_DIVISOR}))" if self.window_pages else "min(read, span)"
-        read = f"live {self.live_read_slots}" if self.live_read_slots else f"at least {self.needed_read}"
-        return (
-            Term("stride", f"{self.page_bytes} bytes a page, aligned to 4096", self.stride, "bytes"),
-            Term("span", "window, state, or the larger of prefetch threshold and windows", self.span_pages, "pages"),
-            Term("write", f"at least {self.needed_write}, {origin}", self.write_slots),
-            Term("read", f"{read}, {origin}", self.read_slots),
-            Term("reserve", reserve, self.reserve_slots),
-            Term("hold", "pages of the largest request", self.hold_slots),
-            Term("slots", "write + read + hold", self.slots),
-            Term("charged", "(write + hold + read not yet live) × stride", self.charged_bytes, "bytes"),
-        )
+            terms.append(Term("slots", f"as many as its source {self.source}", self.slots))
+        else:
+            rest = f"asked {asked} − read − hold" if asked and not self.shared else "chosen by the daemon"
+            side = f"live {self.live_read_slots}" if self.read_is_live else f"at least {self.needed_read}"
+            least = f"{self.needed_write} + {self.needed_read} + {self.hold_slots}"
+            tenth = f", read // {RESERVE_DIVISOR}" if self.window_pages else ""
+            terms += [
+                *self._window_terms(),
+                Term("least", f"write + read + hold = {least}", self.least_slots),
+                Term("write", f"{rest}, at least {self.needed_write}", self.write_slots),
+                Term("read", f"{'its share of what is asked' if asked else 'chosen'}, {side}", self.read_slots),
+                Term("reserve", f"min(read, max(span{tenth}))" if tenth else "min(read, span)", self.reserve_slots),
+                Term("hold", f"pages of the largest request: {self.hold_formula or 'none'}", self.hold_slots),
+                Term("slots", f"{self.write_slots} + {self.read_slots} + {self.hold_slots}", self.slots),
+            ]
+        new_reads = max(0, self.read_slots - self.live_read_slots)
+        charged = f"({self.write_slots} + {self.hold_slots} + {new_reads} new read) × {self.stride}"
+        return (*terms, Term("charged", charged, self.charged_bytes, "bytes"))
+
+    def _window_terms(self) -> tuple[Term, ...]:
+        if not self.window_pages:
+            return (Term("span", self.span_formula, self.span_pages, "pages"),)
+        window = Term("window", f"ceil({self.window_tokens} / {self.page_tokens})", self.window_pages, "pages")
+        return (window, Term("span", self.span_formula, self.span_pages, "pages"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,78 +212,6 @@ def size_pools(stack: Stack, facts: NodeFacts, mode: Mode, *, holds: bool | None
     pools = tuple(p for p in sized if p is not None)
     sizing = Sizing(mode=mode, pools=pools, free_bytes=facts.free_bytes, holds=holds)
     return sizing if sizing.fits else _shrink_chosen(stack, sizing)
-
-
-def source_of(stack: Stack, pool: Pool) -> Pool | None:
-    """Return the pool with slots of its own in whose slots `pool` counts, itself where it is no sidecar.
-
-    None where the chain of sources leaves the stack, reaches a pool without host pages, or runs in a circle.
-    """
-    seen: set[str] = set()
-    current: Pool | None = pool
-    while current is not None and current.is_sidecar:
-        if current.name in seen or not current.has_host_pool:
-            return None
-        seen.add(current.name)
-        current = stack.pool(current.indices_from_pool)
-    return current if current is not None and current.has_host_pool else None
-
-
-def asked_slots(stack: Stack, root: Pool) -> int:
-    """Return the slots that the client asks for in the family of `root`: its own, else the most of its sidecars'."""
-    if root.host_slots > 0:
-        return root.host_slots
-    sidecars = (p.host_slots for p in stack.pools if p.is_sidecar and source_of(stack, p) is root)
-    return max(0, *sidecars, 0)
-
-
-def arena_group(stack: Stack, pool: Pool) -> tuple[Pool, ...]:
-    """Return the pools packed into one host arena with `pool`, itself alone where it shares none."""
-
-    def home(p: Pool) -> str:
-        return p.shares_arena_with or p.name
-
-    members = tuple(p for p in stack.pools if p.has_host_pool and not p.is_sidecar and home(p) == home(pool))
-    return members if len(members) > 1 else (pool,)
-
-
-def span_pages(stack: Stack, pool: Pool) -> int:
-    """Return the pages of the smallest transfer of `pool` that has to fit, at least 1.
-
-    A window pool: one window. A pool that needs only trailing pages: those. Any other: as many tokens as the prefetch
-    threshold or the largest window, since a load of a window is a load of its full pages too; in whole block groups
-    where the pool has them.
-    """
-    if pool.window_pages or pool.kind is PoolKind.MAMBA or pool.hit_policy is HitPolicy.TRAILING_PAGES:
-        return max(1, pool.window_pages, pool.trailing_pages)
-    page_tokens = max(1, pool.page_tokens)
-    windowed = (p for p in stack.pools if p.has_host_pool and not p.is_sidecar)
-    windows = [p.window_pages * max(1, p.page_tokens) for p in windowed]
-    pages = max(1, ceil_div(max(stack.prefetch_threshold_tokens, 0, *windows), page_tokens))
-    grouped = pool.hit_policy is HitPolicy.BLOCK_GROUPS and pool.group_pages > 0
-    return align_up(pages, pool.group_pages) if grouped else pages
-
-
-def hold_slots(stack: Stack, pool: Pool) -> int:
-    """Return the slots that park one largest request in `pool`, two where one may be received meanwhile.
-
-    No request is larger than the device pool, where that is known. A request stops anywhere in a page, so that its
-    trailing window may touch one page more than the window has.
-    """
-    pages = ceil_div(max(stack.largest_request_tokens, 0), max(1, pool.page_tokens))
-    if pool.device_slots > 0:
-        pages = min(pages, pool.device_slots)
-    if pool.window_pages:
-        pages = min(pages, pool.window_pages + 1)
-    elif pool.kind is PoolKind.MAMBA:
-        pages = min(pages, pool.needed_trailing_pages)
-    return pages * (2 if stack.retraction.concurrent_receive else 1)
-
-
-def reserve_slots(pool: Pool, span: int, read: int) -> int:
-    """Return the slots of a read arena of `read` slots that publishing may never take."""
-    least = max(span, read // RESERVE_DIVISOR) if pool.window_pages else span
-    return min(read, least)
 
 
 @dataclass(slots=True)
@@ -398,6 +339,9 @@ def _pool_sizing(stack: Stack, facts: NodeFacts, families: dict[str, _Family], p
         shared=family.shared,
         page_bytes=pool.page_bytes,
         page_tokens=pool.page_tokens,
+        window_tokens=root.sliding_window,
+        span_formula=span_formula(stack, root),
+        hold_formula=hold_formula(stack, root) if family.hold else "",
     )
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from hoststage.core.findings import Finding, NodeFacts, RefusalKind, Severity
-from hoststage.core.sizing import Sizing, source_of
+from hoststage.core.sizing import Sizing
+from hoststage.core.spans import source_of
 from hoststage.core.stack import Mode, Pool, PoolKind, Retraction, Stack, ceil_div
 
 RETRACTION_SUBJECT = "retraction"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from hoststage.core.fences.context import Context, Report
 from hoststage.core.findings import Finding, RefusalKind
-from hoststage.core.sizing import asked_slots
+from hoststage.core.spans import asked_slots
 from hoststage.core.stack import HitPolicy, Parallel, Pool, PoolKind
 
 _NAME = re.compile(r"[a-z0-9_]{1,64}")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from hoststage.core.fences.context import RETRACTION_SUBJECT, Context, Report, at_least, in_words, listed
 from hoststage.core.fences.geometry import smaller_sidecars
 from hoststage.core.findings import Finding, RefusalKind
+from hoststage.core.spans import held_requests
 from hoststage.core.stack import PoolKind
 
 FALLBACK = "Use CPU-tensor backup (--disaggregation-decode-retraction-backup cpu_tensor)"
@@ -101,7 +102,7 @@ def retraction_stack(ctx: Context) -> Iterator[Finding]:
 def retraction_capacity(ctx: Context) -> Iterator[Finding]:
     """Holds must have room for one largest request, two where one may be received while another is retracted."""
     report, stack, sized = Report("RETRACTION_CAPACITY", ctx.mode), ctx.stack, ctx.with_holds
-    requests = 2 if stack.retraction.concurrent_receive else 1
+    requests = held_requests(stack)
     if stack.largest_request_tokens <= 0:
         yield report.refused(
             RETRACTION_SUBJECT,

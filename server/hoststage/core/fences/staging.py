@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from hoststage.core.fences.context import Context, Report, at_least, in_words, listed
 from hoststage.core.findings import Finding, RefusalKind
-from hoststage.core.sizing import PoolSizing, arena_group, span_pages
+from hoststage.core.sizing import PoolSizing
+from hoststage.core.spans import arena_group, span_pages
 from hoststage.core.stack import Mode, Pool, PoolKind, Role, WritePolicy
 
 EXHAUSTED = RefusalKind.RESOURCE_EXHAUSTED
