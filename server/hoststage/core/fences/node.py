@@ -61,9 +61,9 @@ def pin_required(ctx: Context) -> Iterator[Finding]:
         f"The client requires pinned memory, and the daemon's is {facts.pinned!r}{problem}: RLIMIT_MEMLOCK is "
         f"{limit}, CUDA is "
         f"{'present' if facts.cuda else 'absent'}.",
-        "Raise the limit (systemd: LimitMEMLOCK=infinity; Kubernetes: a container runtime with that default, or "
-        "CAP_IPC_LOCK; "
-        "docker: --ulimit memlock=-1), or let workers register the mapping by CUDA and not require pinning.",
+        "Raise the limit (systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1; Kubernetes sets none: add the "
+        "capability IPC_LOCK, or raise the container runtime's limit), or let the workers register the mapping by CUDA and do "
+        "not require pinning.",
         RefusalKind.FAILED_PRECONDITION,
         pinned=facts.pinned,
         memlock_bytes=facts.memlock_bytes,

@@ -13,7 +13,7 @@ from hoststage.core.findings import Finding, RefusalKind
 from hoststage.core.spans import held_requests
 from hoststage.core.stack import PoolKind
 
-FALLBACK = "Use CPU-tensor backup (--disaggregation-decode-retraction-backup cpu_tensor)"
+FALLBACK = "use CPU-tensor backup (--disaggregation-decode-retraction-backup cpu_tensor)"
 
 
 def pure_swa(ctx: Context) -> bool:
@@ -30,7 +30,7 @@ def retraction_mamba(ctx: Context) -> Iterator[Finding]:
             RETRACTION_SUBJECT,
             f"The model has recurrent state ({names}), which changes with every token and is not held in the host "
             "pool.",
-            f"{FALLBACK}.",
+            f"For now {FALLBACK}.",
             RefusalKind.UNIMPLEMENTED,
             pools=names,
         )
@@ -53,7 +53,7 @@ def retraction_pure_swa(ctx: Context) -> Iterator[Finding]:
         RETRACTION_SUBJECT,
         f"The stack has window pools only ({names}) and no full-attention pool that a retracted request could be "
         "backed up to.",
-        f"Opt in to window-only holds: the trailing window is all that such a request needs to resume. Or: {FALLBACK}.",
+        f"Opt in to window-only holds: the trailing window is all that such a request needs to resume. Or {FALLBACK}.",
         RefusalKind.FAILED_PRECONDITION,
         pools=names,
         full_pools=0,
@@ -70,7 +70,7 @@ def retraction_stack(ctx: Context) -> Iterator[Finding]:
         yield report.refused(
             RETRACTION_SUBJECT,
             f"A retracted request cannot be backed up: host pools are missing for {listed(missing)}.",
-            f"Give each of them a host pool. Or: {FALLBACK}.",
+            f"Give each of them a host pool. Or {FALLBACK}.",
             RefusalKind.FAILED_PRECONDITION,
             missing=listed(missing),
         )
@@ -126,7 +126,7 @@ def retraction_capacity(ctx: Context) -> Iterator[Finding]:
             f"{in_words(ctx.facts.free_bytes)} of the node's budget are free.",
             f"Raise the budget to {at_least(ctx.facts.committed_bytes + sized.charged_bytes)} or more, or lower the "
             "largest request. "
-            f"Or: {FALLBACK}.",
+            f"Or {FALLBACK}.",
             RefusalKind.RESOURCE_EXHAUSTED,
             **values,
         )
