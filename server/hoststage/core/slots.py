@@ -1,0 +1,139 @@
+"""The slot table: who may use which slot of an arena, and in which generation.
+
+A slot has one state and one generation. The generation grows each time the slot is taken, so that whoever kept
+a reference from before is refused. Batches are numpy index arrays; a batch is checked whole before anything of it changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Slots: TypeAlias = NDArray[np.uint32]
+
+NO_SLOT = 0xFFFFFFFF
+
+
+class SlotState(IntEnum):
+    """Write slots: FREE, RESERVED, COMMITTED, DRAINING, FREE; HELD while a hold owns them.
+
+    Read slots: FREE, FILLING, READY (leased), FREE or RESIDENT (nobody leases it, the page stays). QUARANTINED: the owner vanished and is
+    not known dead.
+    """
+
+    FREE = 0
+    RESERVED = 1
+    COMMITTED = 2
+    DRAINING = 3
+    FILLING = 4
+    READY = 5
+    RESIDENT = 6
+    HELD = 7
+    QUARANTINED = 8
+
+
+class SlotError(Exception):
+    """A batch names a slot that is out of range, twice, of another generation, or in another state. Nothing was changed."""
+
+
+class SlotTable:
+    """States and generations of `size` slots. All changes go through `take`, `move` and `release`."""
+
+    __slots__ = ("_free", "counts", "generation", "size", "state")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.state = np.zeros(size, dtype=np.uint8)
+        self.generation = np.zeros(size, dtype=np.uint32)
+        self.counts = [0] * len(SlotState)
+        self.counts[SlotState.FREE] = size
+        # Lowest slots first, so that a small working set stays on few pages of memory.
+        self._free = list(range(size - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        """Number of free slots."""
+        return len(self._free)
+
+    def take(self, n: int, state: SlotState) -> Slots:
+        """Take `n` free slots into `state` under a new generation. Raises `SlotError` where fewer are free."""
+        if n > len(self._free):
+            raise SlotError(f"{n} slots wanted, {len(self._free)} of {self.size} are free")
+        if n == 0:
+            return np.empty(0, dtype=np.uint32)
+        taken = self._free[-n:]
+        del self._free[-n:]
+        taken.reverse()
+        slots = np.array(taken, dtype=np.uint32)
+        self.state[slots] = state
+        self.generation[slots] += np.uint32(1)
+        self.counts[SlotState.FREE] -= n
+        self.counts[state] += n
+        return slots
+
+    def generations(self, slots: Slots) -> Slots:
+        """Return the current generations of slots."""
+        return self.generation[slots]
+
+    def check(self, slots: Slots, generations: Slots, state: SlotState) -> None:
+        """Raise `SlotError` unless every slot exists, is named once, and has that generation and state."""
+        n = len(slots)
+        if n != len(generations):
+            raise SlotError(f"{n} slots come with {len(generations)} generations")
+        if n == 0:
+            return
+        if int(slots.max()) >= self.size:
+            raise SlotError(f"slot {int(slots.max())} is out of range: the arena has {self.size}")
+        if n > 1 and len(set(slots.tolist())) != n:
+            raise SlotError("a slot is named twice")
+        wrong = (self.state[slots] != state) | (self.generation[slots] != generations)
+        if wrong.any():
+            at = int(np.flatnonzero(wrong)[0])
+            slot = int(slots[at])
+            raise SlotError(
+                f"slot {slot} is {SlotState(int(self.state[slot])).name} in generation {int(self.generation[slot])}, "
+                f"not {state.name} in generation {int(generations[at])}"
+            )
+
+    def move(self, slots: Slots, before: SlotState, after: SlotState) -> None:
+        """Move slots from one state to another. Raises `SlotError` where one is not in `before`."""
+        if len(slots) == 0:
+            return
+        if (self.state[slots] != before).any():
+            raise SlotError(f"not every slot of {slots.tolist()} is {before.name}")
+        self.state[slots] = after
+        self.counts[before] -= len(slots)
+        self.counts[after] += len(slots)
+
+    def release(self, slots: Slots, before: SlotState) -> None:
+        """Free slots that are in state `before`."""
+        self.move(slots, before, SlotState.FREE)
+        self._free.extend(reversed(slots.tolist()))
+
+    def in_state(self, state: SlotState) -> Slots:
+        """Return the slots in a state, ascending."""
+        return np.flatnonzero(self.state == state).astype(np.uint32)
+
+    def by_state(self) -> dict[str, int]:
+        """Return the number of slots in each state that occurs."""
+        return {SlotState(i).name.lower(): n for i, n in enumerate(self.counts) if n}
+
+    def conserved(self) -> bool:
+        """Return whether the counts, the states and the free list agree (for tests and self-checks)."""
+        counted = np.bincount(self.state, minlength=len(SlotState)).tolist()
+        free = set(self._free)
+        return (
+            counted == self.counts
+            and sum(counted) == self.size
+            and len(free) == len(self._free) == counted[SlotState.FREE]
+            and all(self.state[i] == SlotState.FREE for i in free)
+        )
+
+
+def as_slots(values: Iterable[int]) -> Slots:
+    """Return an index array of slots."""
+    return np.fromiter(values, dtype=np.uint32)

@@ -1,0 +1,557 @@
+"""The tier: the whole life of slots, as a machine without I/O.
+
+Each method is an event: it changes state at once and returns the answer and, through `effects`, what is to be
+done outside. Time comes in as seconds of any monotonic clock. One thread calls it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from hoststage.core.commits import Commit, CommitPage, CommitState, DrainPolicy, DrainQueue
+from hoststage.core.effects import (
+    CommitEnded,
+    CommitResult,
+    Effect,
+    Fetched,
+    LoadResult,
+    Outcome,
+    PartSlots,
+    Publish,
+    ReserveEnded,
+    ReserveResult,
+    SessionOver,
+    StoreWrite,
+    Written,
+)
+from hoststage.core.loads import Fetch, Load
+from hoststage.core.prefix import Present
+from hoststage.core.sessions import (
+    NamespaceCore,
+    QueuedReserve,
+    SessionCore,
+    SessionLimits,
+    SessionState,
+    SpanPart,
+    granted,
+)
+from hoststage.core.slots import NO_SLOT, Slots, SlotState, as_slots
+from hoststage.core.stack import Mode
+
+
+@dataclass(slots=True)
+class Tier:
+    """All sessions and namespaces of a daemon. `epoch`: 8 bytes, new at each start, the first half of every commit id."""
+
+    epoch: bytes
+    limits: SessionLimits = field(default_factory=SessionLimits)
+    policy: DrainPolicy = field(default_factory=DrainPolicy)
+    sessions: dict[int, SessionCore] = field(default_factory=dict)
+    namespaces: dict[str, NamespaceCore] = field(default_factory=dict)
+    counters: Counter[tuple[str, str]] = field(default_factory=Counter)
+    draining: bool = False
+    drains: DrainQueue = field(init=False)
+    _effects: list[Effect] = field(default_factory=list)
+    _ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    def __post_init__(self) -> None:
+        self.drains = DrainQueue(self.policy)
+
+    def effects(self) -> list[Effect]:
+        """Return what is to be done outside since the last call, in order."""
+        out, self._effects = self._effects, []
+        return out
+
+    # -------------------------------------------------------------- sessions
+
+    def open(self, session: SessionCore) -> None:
+        """Add a session whose namespace is known."""
+        self.sessions[session.session] = session
+        session.namespace.sessions.add(session.session)
+        if session.mode is Mode.CACHE:
+            session.namespace.upgrade()
+
+    def quarantine(self, session: SessionCore) -> None:
+        """Its connection broke; its process may still write its slots and read its leases: nobody gets them."""
+        if session.state is not SessionState.ACTIVE:
+            return
+        session.state = SessionState.QUARANTINED
+        session.queued.clear()
+        for load in list(session.loads.values()):
+            if not load.ready:
+                self._end_load(session, load)
+        for write in session.write:
+            self.counters["quarantined_slots", ""] += write.quarantine()
+
+    def end(self, session: SessionCore) -> None:
+        """Its process is gone, or it said goodbye: everything that it held is free. What it committed is still stored."""
+        if session.state is SessionState.ENDING:
+            return
+        session.state = SessionState.ENDING
+        session.queued.clear()
+        for load in [*session.loads.values(), *session.pins.values()]:
+            self._end_load(session, load)
+        for write in session.write:
+            write.owner_gone()
+        session.namespace.loads.retry_parked(self._effects)
+        self._settle_session(session)
+
+    def _settle_session(self, session: SessionCore) -> None:
+        over = session.state is SessionState.ENDING and session.idle and not session.commits
+        if over and self.sessions.pop(session.session, None) is not None:
+            session.namespace.sessions.discard(session.session)
+            self._effects.append(SessionOver(session.session))
+
+    # -------------------------------------------------------------- writing
+
+    def reserve(
+        self, session: SessionCore, parts: Sequence[SpanPart], parent: bytes, request_id: int, wait: float, now: float
+    ) -> ReserveResult | None:
+        """Grant write slots, or say why not. None: queued for up to `wait` seconds; `ReserveEnded` follows."""
+        refusal = self._refuse_write(session, parts, parent)
+        if refusal is not None:
+            return self._count_reserve(refusal)
+        if session.queued:
+            result = None
+        else:
+            result = self._grant(session, parts)
+        if result is None and wait > 0 and len(session.queued) < self.limits.max_queued_reserves:
+            session.queued.append(QueuedReserve(request_id, parts, now + wait))
+            return None
+        if result is None:
+            result = ReserveResult(Outcome.POOL_FULL, detail=self._full_words(session, parts))
+        return self._count_reserve(result)
+
+    def _count_reserve(self, result: ReserveResult) -> ReserveResult:
+        self.counters["reserve", result.outcome.name.lower()] += 1
+        return result
+
+    def _refuse_write(self, session: SessionCore, parts: Sequence[SpanPart], parent: bytes) -> ReserveResult | None:
+        if self.draining:
+            return ReserveResult(Outcome.DRAINING, detail="the daemon is draining")
+        wanted: Counter[int] = Counter()
+        for part in parts:
+            wanted[part.pool] += part.count
+        for pool, n in wanted.items():
+            if n > session.write[pool].usable:
+                name = session.namespace.rules.pools[pool].name
+                return ReserveResult(
+                    Outcome.OVERSIZE,
+                    detail=f"{n} pages of pool {name} can never stage: the write arena has {session.write[pool].usable}",
+                )
+        if parent and not session.namespace.covered(parent):
+            return ReserveResult(
+                Outcome.PARENT_UNCOVERED, detail=f"the parent {parent.hex()} is neither stored nor on its way"
+            )
+        return None
+
+    def _grant(self, session: SessionCore, parts: Sequence[SpanPart]) -> ReserveResult | None:
+        skip = session.namespace.believed(parts) if any(p.keys for p in parts) else [set() for _ in parts]
+        self.counters["believed_pages", ""] += sum(map(len, skip))
+        if parts and all(part.keys and len(there) == part.count for part, there in zip(parts, skip, strict=True)):
+            return ReserveResult(Outcome.BELIEVED_STORED)
+        return granted(session, parts, skip)
+
+    def _full_words(self, session: SessionCore, parts: Iterable[SpanPart]) -> str:
+        rules = session.namespace.rules.pools
+        return "no free write slots: " + ", ".join(
+            f"{rules[i].name} {session.write[i].room} of {session.write[i].usable} free"
+            for i in sorted({p.pool for p in parts})
+        )
+
+    def abort(self, session: SessionCore, parts: Sequence[SpanPart]) -> None:
+        """Give reserved slots back. Raises `SlotError` for a stale reference, after which nothing was changed."""
+        real = [self._real(part) for part in parts]
+        for part, (slots, gens) in zip(parts, real, strict=True):
+            session.write[part.pool].table.check(slots, gens, SlotState.RESERVED)
+        for part, (slots, _) in zip(parts, real, strict=True):
+            session.write[part.pool].table.release(slots, SlotState.RESERVED)
+        self._serve_queued(session)
+
+    @staticmethod
+    def _real(part: SpanPart) -> tuple[Slots, Slots]:
+        """Slots and generations of a part, without the pages that have none."""
+        if part.slots is None or part.generations is None:
+            return as_slots(()), as_slots(())
+        mask = part.slots != NO_SLOT
+        return (part.slots, part.generations) if mask.all() else (part.slots[mask], part.generations[mask])
+
+    def commit(
+        self, session: SessionCore, parts: Sequence[SpanPart], parent: bytes, request_id: int, now: float
+    ) -> CommitResult:
+        """Take written slots over. Raises `SlotError` for a stale reference; any refusal leaves the slots the session's."""
+        seen: dict[int, list[tuple[Slots, Slots]]] = {}
+        for part in parts:
+            seen.setdefault(part.pool, []).append(self._real(part))
+        for pool, pairs in seen.items():
+            slots = as_slots(s for pair in pairs for s in pair[0].tolist())
+            gens = as_slots(g for pair in pairs for g in pair[1].tolist())
+            session.write[pool].table.check(slots, gens, SlotState.RESERVED)
+        space = session.namespace
+        if len(session.commits) >= self.limits.max_open_commits:
+            return self._count_commit(
+                CommitResult(Outcome.BACKLOG_FULL, detail=f"{len(session.commits)} commits are not yet stored")
+            )
+        if self.draining:
+            return self._count_commit(CommitResult(Outcome.DRAINING, detail="the daemon is draining"))
+        if parent and not space.covered(parent):
+            return self._count_commit(CommitResult(Outcome.PARENT_UNCOVERED))
+        pages, unneeded = self._pages(session, parts)
+        if not space.has_store and not (space.keep and self._fits_publish(space, pages)):
+            return self._count_commit(
+                CommitResult(Outcome.POOL_FULL, detail="no store is configured and the read arena has no room")
+            )
+        for pool, idle in unneeded.items():
+            session.write[pool].table.release(as_slots(idle), SlotState.RESERVED)
+        if not pages:
+            return self._count_commit(CommitResult(Outcome.BELIEVED_STORED, credits=self._credit(session, parts)))
+        commit = self._accept(session, pages, parent, request_id, now)
+        return self._count_commit(CommitResult(Outcome.ACCEPTED, commit.commit_id, self._credit(session, parts)))
+
+    def _count_commit(self, result: CommitResult) -> CommitResult:
+        self.counters["commit", result.outcome.name.lower()] += 1
+        return result
+
+    def _pages(self, session: SessionCore, parts: Sequence[SpanPart]) -> tuple[list[CommitPage], dict[int, list[int]]]:
+        """Return the pages to store in store order, and write slots whose pages are believed stored already."""
+        pages: list[CommitPage] = []
+        unneeded: dict[int, list[int]] = {}
+        for part, there in zip(parts, session.namespace.believed(parts), strict=True):
+            assert part.slots is not None
+            for i, (key, slot) in enumerate(zip(part.keys, part.slots.tolist(), strict=True)):
+                if slot == NO_SLOT:
+                    continue
+                if i in there:
+                    unneeded.setdefault(part.pool, []).append(slot)
+                else:
+                    pages.append(CommitPage(part.pool, key, slot))
+        rank = {pool: i for i, pool in enumerate(session.namespace.rules.store_order)}
+        pages.sort(key=lambda p: rank[p.pool])
+        return pages, unneeded
+
+    def _accept(
+        self, session: SessionCore, pages: list[CommitPage], parent: bytes, request_id: int, now: float
+    ) -> Commit:
+        space = session.namespace
+        commit = Commit(
+            self.epoch + struct.pack("<Q", next(self._ids)),
+            session.session,
+            space.name,
+            request_id,
+            pages,
+            parent,
+            space.rules.anchor,
+            now,
+            now + self.policy.deadline,
+        )
+        session.commits[commit.commit_id] = commit
+        for pool, slots in commit.write_slots().items():
+            session.write[pool].table.move(slots, SlotState.RESERVED, SlotState.COMMITTED)
+        for page in pages:
+            space.in_flight[page.pool, page.key] = commit
+        if session.mode is Mode.CACHE and self._place_publish(space, commit):
+            commit.state = CommitState.PUBLISHING
+            self._effects.append(Publish(commit))
+        else:
+            if session.mode is Mode.CACHE:
+                self.counters["publish_skipped", ""] += 1
+            self._drain(commit, now)
+        return commit
+
+    def _credit(self, session: SessionCore, parts: Sequence[SpanPart]) -> tuple[PartSlots, ...]:
+        """Slots in place of those that a commit took, for a session that stores from slots granted ahead."""
+        if not session.credits or session.queued:
+            return ()
+        ahead = [SpanPart(p.pool, 0, min(len(self._real(p)[0]), session.write[p.pool].room)) for p in parts]
+        result = granted(session, ahead, [set() for _ in ahead])
+        return tuple(p for p in result.parts if len(p.slots)) if result else ()
+
+    # -------------------------------------------------------------- publishing
+
+    @staticmethod
+    def _fits_publish(space: NamespaceCore, pages: Sequence[CommitPage]) -> bool:
+        wanted = Counter(p.pool for p in pages)
+        return all(n <= space.pools[pool].publish_limit for pool, n in wanted.items())
+
+    def _place_publish(self, space: NamespaceCore, commit: Commit) -> bool:
+        """Take read slots for every page of a commit, or for none."""
+        taken: list[tuple[int, Slots]] = []
+        for pool in {p.pool: None for p in commit.pages}:
+            pages = [p for p in commit.pages if p.pool == pool]
+            slots = space.pools[pool].place_publish(len(pages))
+            if slots is None:
+                for other, given in taken:
+                    space.pools[other].unfilled(given, load=False)
+                for page in commit.pages:
+                    page.read_slot = -1
+                return False
+            taken.append((pool, slots))
+            for page, slot in zip(pages, slots.tolist(), strict=True):
+                page.read_slot = slot
+        return True
+
+    def published(self, commit: Commit, ok: bool, now: float) -> None:
+        """The copies of a `Publish` are made (`ok`), or could not be."""
+        space = self.namespaces[commit.namespace]
+        for pool, slots in commit.read_slots().items():
+            read = space.pools[pool]
+            if not ok:
+                read.unfilled(slots, load=False)
+                continue
+            keys = [p.key for p in commit.pages if p.pool == pool]
+            if space.has_store:
+                read.begin_drain(slots)
+            read.filled(slots, keys, [commit.commit_id] * len(keys), load=False)
+        if ok:
+            self.counters["published_pages", ""] += len(commit.pages)
+            self._free_write_slots(commit, SlotState.COMMITTED)
+        else:
+            for page in commit.pages:
+                page.read_slot = -1
+        if space.has_store:
+            self._drain(commit, now)
+        else:
+            self._finish(commit, Outcome.RESIDENT if ok else Outcome.POOL_FULL, now)
+        space.loads.retry_parked(self._effects)
+
+    def _free_write_slots(self, commit: Commit, state: SlotState) -> None:
+        session = self.sessions[commit.session]
+        for pool, slots in commit.write_slots().items():
+            session.write[pool].table.release(slots, state)
+        for page in commit.pages:
+            page.slot = -1
+        self._serve_queued(session)
+
+    # -------------------------------------------------------------- draining
+
+    def _drain(self, commit: Commit, now: float) -> None:
+        self.drains.add(commit)
+        self._start_drains(now)
+
+    def _start_drains(self, now: float) -> None:
+        for commit in self.drains.start(now):
+            if commit.attempts == 0:
+                session = self.sessions[commit.session]
+                for pool, slots in commit.write_slots().items():
+                    session.write[pool].table.move(slots, SlotState.COMMITTED, SlotState.DRAINING)
+            self._effects.append(StoreWrite(commit))
+
+    def written(self, commit: Commit, outcomes: list[Written], detail: str, now: float) -> None:
+        """The store I/O of a `StoreWrite` has ended: one outcome for each page that was not yet stored."""
+        self.drains.ended(commit, outcomes)
+        commit.detail = detail
+        if all(p.stored for p in commit.pages):
+            space = self.namespaces[commit.namespace]
+            for page in commit.pages:
+                space.beliefs[page.pool].add((page.key,))
+            self._finish(commit, Outcome.STORED, now)
+        else:
+            full = Written.FULL in outcomes
+            at = now + self.policy.backoff(commit.attempts)
+            if at >= commit.deadline:
+                self._finish(commit, Outcome.STORE_FULL if full else Outcome.STORE_FAILED, now)
+            else:
+                self.counters["store_retries", "full" if full else "failed"] += 1
+                self.drains.retry(commit, at)
+        self._start_drains(now)
+
+    def _finish(self, commit: Commit, outcome: Outcome, now: float) -> None:
+        """End a commit: free what it held, tell its session, and drop what was queued on top of it where it failed."""
+        space = self.namespaces[commit.namespace]
+        session = self.sessions[commit.session]
+        state = SlotState.COMMITTED if commit.attempts == 0 else SlotState.DRAINING
+        commit.state = CommitState.DONE
+        self._free_write_slots(commit, state)
+        for pool, slots in commit.read_slots().items():
+            if space.has_store and outcome is not Outcome.POOL_FULL:
+                space.pools[pool].end_drain(slots)
+        for page in commit.pages:
+            if space.in_flight.get((page.pool, page.key)) is commit:
+                del space.in_flight[page.pool, page.key]
+        session.commits.pop(commit.commit_id, None)
+        self.counters["commit_ended", outcome.name.lower()] += 1
+        self.counters["pages_ended", outcome.name.lower()] += len(commit.pages)
+        self._effects.append(
+            CommitEnded(session.session, commit.commit_id, commit.request_id, outcome, len(commit.pages), commit.detail)
+        )
+        if outcome not in (Outcome.STORED, Outcome.RESIDENT):
+            self._drop_descendants(commit, now)
+        space.loads.retry_parked(self._effects)
+        self._settle_session(session)
+
+    def _drop_descendants(self, failed: Commit, now: float) -> None:
+        keys = set(failed.anchor_keys())
+        for commit in list(self.drains.queued()):
+            if commit.namespace == failed.namespace and commit.parent in keys and commit.state is not CommitState.DONE:
+                self.drains.remove(commit)
+                commit.detail = f"its parent commit {failed.commit_id.hex()} was dropped: {failed.detail}"
+                self._finish(commit, Outcome.PARENT_FAILED, now)
+
+    def _serve_queued(self, session: SessionCore) -> None:
+        while session.queued and session.state is SessionState.ACTIVE:
+            head = session.queued[0]
+            result = self._grant(session, head.wants)
+            if result is None:
+                return
+            session.queued.popleft()
+            self._count_reserve(result)
+            self._effects.append(ReserveEnded(session.session, head.request_id, result))
+
+    # -------------------------------------------------------------- reading
+
+    def presence(self, space: NamespaceCore, keys: Sequence[bytes]) -> list[list[bytes | None]]:
+        """Return, per pool, the commit id of each key's resident page, None where it is not resident."""
+        out: list[list[bytes | None]] = []
+        for pool in space.pools:
+            index, commits = pool.index, pool.commits
+            out.append([commits[s] if (s := index.get(k)) is not None else None for k in keys])
+        return out
+
+    def load(
+        self,
+        session: SessionCore,
+        keys: list[bytes],
+        prefix: int,
+        *,
+        needs: list[tuple[int, int, int]] | None,
+        pin: int,
+        deadline: float,
+        accept_shorter: bool,
+    ) -> LoadResult | tuple[int, LoadResult | None]:
+        """Begin a load. Return `(load id, result)`; the result is None while it is pending."""
+        space = session.namespace
+        given = needs is not None
+        if needs is None:
+            needs = [(i, *rule.needed(prefix)) for i, rule in enumerate(space.rules.pools)]
+        load = Load(next(self._ids), session.session, keys, prefix, needs, deadline, accept_shorter, given)
+        if session.read_leases + load.pages > self.limits.max_read_leases:
+            result = LoadResult(
+                session.session,
+                load.load_id,
+                Outcome.QUOTA,
+                True,
+                detail=f"{session.read_leases} pages are leased and {load.pages} more wanted; "
+                f"a session may lease {self.limits.max_read_leases}",
+            )
+            return load.load_id, result
+        session.read_leases += load.pages
+        session.loads[load.load_id] = load
+        begun = space.loads.begin(load, self._effects)
+        consumed = session.pins.get(pin)
+        if consumed is not None:
+            self._end_load(session, consumed)
+            space.loads.retry_parked(self._effects)
+        self._note_result(begun)
+        return load.load_id, begun
+
+    def _note_result(self, result: LoadResult | None) -> None:
+        if result is None or not result.last:
+            return
+        self.counters["load", result.outcome.name.lower()] += 1
+        session = self.sessions.get(result.session)
+        if session is not None and result.outcome is not Outcome.READY:
+            self._forget_load(session, result.load_id)
+
+    def _forget_load(self, session: SessionCore, load_id: int) -> None:
+        load = session.loads.pop(load_id, None) or session.pins.pop(load_id, None)
+        if load is not None:
+            session.read_leases -= load.pages
+
+    def pin(self, session: SessionCore, keys: list[bytes], prefix: int, until: float) -> int:
+        """Hold the pages of a prefix, fetching those that only the store has. Return 0 where there is no room."""
+        space = session.namespace
+        needs = [(i, *rule.needed(prefix)) for i, rule in enumerate(space.rules.pools)]
+        load = Load(next(self._ids), session.session, keys, prefix, needs, until, silent=True)
+        if session.read_leases + load.pages > self.limits.max_read_leases:
+            return 0
+        if space.loads.begin(load, self._effects) is not None:
+            return 0
+        session.read_leases += load.pages
+        session.pins[load.load_id] = load
+        return load.load_id
+
+    def fetched(self, space: NamespaceCore, results: Sequence[tuple[Fetch, Fetched, bytes]]) -> None:
+        """The store I/O of a `StoreRead` has ended."""
+        for fetch, outcome, _ in results:
+            self.counters["fetched_pages", outcome.name.lower()] += 1
+            if outcome in (Fetched.MISS, Fetched.CORRUPT):
+                self.counters["beliefs_healed", ""] += space.beliefs[fetch.pool].drop((fetch.key,))
+            elif outcome is Fetched.HIT:
+                space.beliefs[fetch.pool].add((fetch.key,))
+        before = len(self._effects)
+        space.loads.fetched(results, self._effects)
+        self._note_results(before)
+
+    def _note_results(self, start: int) -> None:
+        for effect in self._effects[start:]:
+            if isinstance(effect, LoadResult):
+                self._note_result(effect)
+
+    def release(self, session: SessionCore, loads: Iterable[int], pins: Iterable[int] = ()) -> None:
+        """Give leases up. Ids that are not the session's are ignored: they ended already."""
+        for load_id in loads:
+            load = session.loads.get(load_id)
+            if load is not None:
+                self._end_load(session, load)
+        for pin in pins:
+            load = session.pins.get(pin)
+            if load is not None:
+                self._end_load(session, load)
+        self._retry(session.namespace)
+
+    def cancel(self, session: SessionCore, load_id: int) -> None:
+        """Cancel a load that has not ended; its slots stay out of use until their store I/O has."""
+        load = session.loads.get(load_id)
+        if load is not None and not load.ready:
+            self._cancel(session, load, "cancelled by the client")
+            self._retry(session.namespace)
+
+    def _cancel(self, session: SessionCore, load: Load, why: str) -> None:
+        self._end_load(session, load)
+        self.counters["load", "cancelled"] += 1
+        self._effects.append(LoadResult(session.session, load.load_id, Outcome.CANCELLED, True, detail=why))
+
+    def _end_load(self, session: SessionCore, load: Load) -> None:
+        session.namespace.loads.drop(load)
+        self._forget_load(session, load.load_id)
+
+    def _retry(self, space: NamespaceCore) -> None:
+        if space.loads.parked:
+            before = len(self._effects)
+            space.loads.retry_parked(self._effects)
+            self._note_results(before)
+
+    # -------------------------------------------------------------- time
+
+    def tick(self, now: float) -> None:
+        """Let time pass: deadlines of loads, pins and queued reservations, and retries of the store."""
+        for session in list(self.sessions.values()):
+            late = [x for x in session.loads.values() if not x.ready and x.deadline <= now]
+            for load in late:
+                self._cancel(session, load, "its deadline passed")
+            old = [x for x in session.pins.values() if x.deadline <= now]
+            for load in old:
+                self._end_load(session, load)
+            if late or old:
+                self._retry(session.namespace)
+            for head in [q for q in session.queued if q.until <= now]:
+                session.queued.remove(head)
+                result = ReserveResult(Outcome.POOL_FULL, detail=self._full_words(session, head.wants))
+                self._effects.append(ReserveEnded(session.session, head.request_id, self._count_reserve(result)))
+        self._start_drains(now)
+
+    def known(self, present: Present) -> int:
+        """Return how many of the pages are there."""
+        return sum(p is not None for p in present)
+
+    def open_commits(self) -> int:
+        """Commits that are accepted and neither stored nor dropped."""
+        return sum(len(s.commits) for s in self.sessions.values())
+
+    def find_commit(self, where: Callable[[Commit], bool]) -> list[Commit]:
+        """Return open commits that match (for operators and tests)."""
+        return [c for s in self.sessions.values() for c in s.commits.values() if where(c)]

@@ -1,0 +1,83 @@
+"""The write side of one pool: a session's private arena."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hoststage.core.slots import SlotError, Slots, SlotState, SlotTable
+
+_GONE = (SlotState.RESERVED, SlotState.HELD, SlotState.QUARANTINED)
+
+
+class WritePool:
+    """Write slots of one pool of one session.
+
+    `usable` slots serve stores, `holds` further ones serve retracted requests, and neither takes the other's share.
+    """
+
+    __slots__ = ("held", "holds", "table", "usable")
+
+    def __init__(self, usable: int, holds: int = 0) -> None:
+        self.usable = usable
+        self.holds = holds
+        self.held = 0
+        self.table = SlotTable(usable + holds)
+
+    @property
+    def room(self) -> int:
+        """Slots that a reservation could have now."""
+        used = self.table.size - self.table.free - self.held
+        return max(0, min(self.table.free, self.usable - used))
+
+    def reserve(self, n: int) -> Slots:
+        """Take `n` slots for a store. Raises `SlotError` where there is no room."""
+        if n > self.room:
+            raise SlotError(f"{n} write slots wanted, {self.room} of {self.usable} are free")
+        return self.table.take(n, SlotState.RESERVED)
+
+    def hold(self, n: int) -> Slots:
+        """Take `n` slots for a hold. Raises `SlotError` beyond the capacity promised for holds."""
+        if self.held + n > self.holds:
+            raise SlotError(f"{n} hold slots wanted, {self.holds - self.held} of {self.holds} are free")
+        slots = self.table.take(n, SlotState.HELD)
+        self.held += n
+        return slots
+
+    def drop_hold(self, slots: Slots) -> None:
+        """Free the slots of a hold."""
+        self.table.release(slots, SlotState.HELD)
+        self.held -= len(slots)
+
+    def abort(self, slots: Slots, generations: Slots) -> None:
+        """Free reserved slots. Raises `SlotError` where the reference is stale."""
+        self.table.check(slots, generations, SlotState.RESERVED)
+        self.table.release(slots, SlotState.RESERVED)
+
+    def quarantine(self) -> int:
+        """Keep what the owner may still write out of use; return how many slots."""
+        slots = self.table.in_state(SlotState.RESERVED)
+        self.table.move(slots, SlotState.RESERVED, SlotState.QUARANTINED)
+        return len(slots)
+
+    def owner_gone(self) -> int:
+        """The owner cannot write any more: free all that it alone held; return how many slots.
+
+        What it committed is the tier's to finish.
+        """
+        freed = 0
+        for state in _GONE:
+            slots = self.table.in_state(state)
+            self.table.release(slots, state)
+            freed += len(slots)
+        self.held = 0
+        return freed
+
+    @property
+    def busy(self) -> int:
+        """Slots that are committed and not yet free."""
+        return self.table.counts[SlotState.COMMITTED] + self.table.counts[SlotState.DRAINING]
+
+
+def empty_slots() -> Slots:
+    """Return an index array of no slots."""
+    return np.empty(0, dtype=np.uint32)
