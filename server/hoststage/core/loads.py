@@ -131,6 +131,7 @@ class LoadTable:
             plans.append((pool, first, slots, hits, fresh, joins))
         leased: list[tuple[int, Slots]] = []
         placed: list[tuple[int, Slots]] = []
+        given: list[Slots] = []
         for pool, _, _, hits, fresh, _ in plans:
             read = self.pools[pool]
             unleased = int(np.count_nonzero(read.leases[hits] == 0))
@@ -139,12 +140,12 @@ class LoadTable:
                 return self._undo(leased, placed)
             read.lease(hits)
             leased.append((pool, hits))
-            if wanted:
-                taken = read.place_load(wanted)
-                if taken is None:
-                    return self._undo(leased, placed)
-                placed.append((pool, taken))
-        self._attach(load, plans, dict(placed), out)
+            taken = read.place_load(wanted)
+            if taken is None:
+                return self._undo(leased, placed)
+            placed.append((pool, taken))
+            given.append(taken)
+        self._attach(load, plans, given, out)
         return True
 
     def _undo(self, leased: list[tuple[int, Slots]], placed: list[tuple[int, Slots]]) -> bool:
@@ -158,7 +159,7 @@ class LoadTable:
         self,
         load: Load,
         plans: list[tuple[int, int, NDArray[np.int64], Slots, list[int], list[Fetch]]],
-        placed: dict[int, Slots],
+        given: list[Slots],
         out: list[Effect],
     ) -> None:
         """Make the load wait for the fetches that it joins or starts."""
@@ -167,7 +168,7 @@ class LoadTable:
         issued: list[Fetch] = []
         for part_at, (pool, first, slots, _, fresh, _) in enumerate(plans):
             load.parts.append(LoadPart(pool, first, slots))
-            new = dict(zip(fresh, placed.get(pool, as_slots(())).tolist(), strict=False))
+            new = dict(zip(fresh, given[part_at].tolist(), strict=False))
             for at in np.flatnonzero(slots < 0).tolist():
                 key = load.keys[first + at]
                 fetch = self.fetches.get((pool, key))

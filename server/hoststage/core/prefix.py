@@ -34,6 +34,17 @@ class PoolRule:
             return first, prefix - first
         return 0, prefix
 
+    def needed_by(self, runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return disjoint `(first, count)` of the pages that any prefix length of ascending inclusive `runs` needs."""
+        out: list[tuple[int, int]] = []
+        for low, high in runs:
+            first = self.needed(low)[0]
+            if out and first <= out[-1][0] + out[-1][1]:
+                first = out[-1][0]
+                out.pop()
+            out.append((first, high - first))
+        return out
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:

@@ -461,10 +461,14 @@ class Tier:
         if load is not None:
             session.read_leases -= load.pages
 
-    def pin(self, session: SessionCore, keys: list[bytes], prefix: int, until: float) -> int:
-        """Hold the pages of a prefix, fetching those that only the store has. Return 0 where there is no room."""
+    def pin(self, session: SessionCore, keys: list[bytes], runs: Sequence[tuple[int, int]], until: float) -> int:
+        """Hold the pages of every prefix length in `runs`, fetching those that only the store has.
+
+        Return 0, and nothing is held, where there is no room for all.
+        """
         space = session.namespace
-        needs = [(i, *rule.needed(prefix)) for i, rule in enumerate(space.rules.pools)]
+        prefix = runs[-1][1]
+        needs = [(i, *span) for i, rule in enumerate(space.rules.pools) for span in rule.needed_by(runs)]
         load = Load(next(self._ids), session.session, keys, prefix, needs, until, silent=True)
         if session.read_leases + load.pages > self.limits.max_read_leases:
             return 0
