@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from hoststage.cli.demo import corpus, generate, pages
 from hoststage.cli.demo.models import DemoModel, LoadedModel, ModelUnavailableError, load, locate
 
@@ -104,9 +105,7 @@ def test_the_model_knows_what_it_learned(reference: Reference) -> None:
     """Wrongly converted weights still decode, deterministically, to nonsense."""
     model = reference.model
     prompts = {
-        DemoModel.SMOLLM2: (
-            "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
-        ),
+        DemoModel.SMOLLM2: ("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"),
         DemoModel.GEMMA: (
             "<bos>Paris is the capital of France. Berlin is the capital of Germany. London is the capital of"
         ),

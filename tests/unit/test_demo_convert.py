@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from hoststage.cli.demo.convert import ConversionError, merges_from_scores, unpermute_rotary, weight_name
 
 

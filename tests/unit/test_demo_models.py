@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
 from hoststage.cli.demo import models
 from hoststage.cli.demo.convert import Progress
 from hoststage.cli.demo.models import DemoModel, ModelUnavailableError

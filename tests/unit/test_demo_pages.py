@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from hoststage.cli.demo import generate, pages
 from hoststage.cli.demo.models import DemoModel, LoadedModel
 

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
 from hoststage.cli.demo.models import LoadedModel
 
 Buffer: TypeAlias = memoryview | bytes | bytearray | npt.NDArray[np.uint8]
