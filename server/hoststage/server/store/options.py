@@ -44,7 +44,7 @@ class StoreOptions:
     io_threads: int = 8
     """Threads for reads, and as many again for writes, so that loads never queue behind publishing."""
     segment_bytes: int = 4 * GIB
-    """The apparent size of one segment file; files are sparse."""
+    """The most that one segment file holds; a small store has smaller ones. Files are sparse."""
     direct_io: DirectIo = DirectIo.AUTO
     sync: SyncPolicy = SyncPolicy.NONE
     create_directory: bool = False

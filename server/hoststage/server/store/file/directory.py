@@ -97,8 +97,8 @@ class StoreDirectory:
                 f"The directory is in use by {holder}.",
                 "Stop that daemon, or give each daemon a directory of its own.",
             ) from error
-        claim = f"pid {os.getpid()} on host {socket.gethostname()}\n".encode()
-        os.ftruncate(self._lock_fd, 0)
+        # Always of one length, so that on a full disk it replaces the last one in place.
+        claim = f"pid {os.getpid()} on host {socket.gethostname()[:64]}".ljust(127).encode() + b"\n"
         if os.pwrite(self._lock_fd, claim, 0) != len(claim):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -156,7 +156,8 @@ class StoreDirectory:
         except OSError as error:
             if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
                 return error.strerror or "refused"
-            raise
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # a full disk may still be read from
+                raise
         finally:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()

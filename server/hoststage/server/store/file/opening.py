@@ -53,6 +53,10 @@ def _check_room(options: StoreOptions, directory: StoreDirectory, recovered: Rec
             f"The disk under {directory.root} has only {free} bytes free, so that nothing could be stored.",
             "Make room on the disk, name a directory on another, or lower the floor.",
         )
+    if free <= options.min_free_bytes:
+        directory.notices.append(
+            f"The disk has {free} bytes free, the floor is {options.min_free_bytes}: there is no room for new pages."
+        )
     if options.limit_bytes > total:
         directory.notices.append(
             f"limit_bytes ({options.limit_bytes}) is larger than the disk ({total} bytes): the disk decides."

@@ -14,6 +14,7 @@ from hoststage.server.store.file.layout import BLOCK, MAX_SLOTS, SegmentHeader
 from hoststage.server.store.file.syscalls import allocate
 
 MOST_AHEAD_BYTES: Final = 32 << 20
+LEAST_SEGMENT_BYTES: Final = 64 << 20
 
 
 class Segment:

@@ -8,6 +8,7 @@ from concurrent.futures import Executor
 
 from hoststage.server.store.file.directory import StoreDirectory
 from hoststage.server.store.file.segment import (
+    LEAST_SEGMENT_BYTES,
     MOST_AHEAD_BYTES,
     Segment,
     SizeClass,
@@ -23,7 +24,8 @@ class SegmentTable:
 
     def __init__(self, directory: StoreDirectory, options: StoreOptions, executor: Executor, last_number: int) -> None:
         self._directory = directory
-        self._segment_bytes = options.segment_bytes
+        # Punching holds up all other I/O in the same file, so that a small store needs several files, too.
+        self._segment_bytes = min(options.segment_bytes, max(LEAST_SEGMENT_BYTES, options.limit_bytes // 16))
         # What is allocated ahead counts towards no limit, so it must be small beside it.
         self._ahead_bytes = min(MOST_AHEAD_BYTES, options.limit_bytes // 64)
         self._executor = executor
