@@ -118,6 +118,7 @@ bounds-check: $(LOCK_STAMP) ## the light client imports with the lowest versions
 	tools/check_bounds.sh $(LOCK_VENV)/bin
 
 wheel: $(STAMP) ## build dist/*.whl
+	rm -rf build  # setuptools would pack modules that it left there and that are gone since
 	$(BIN)/python -m build --wheel --outdir dist .
 
 clean: ## remove what the other targets made

@@ -9,7 +9,10 @@ scratch=$(mktemp -d -t hoststage-bounds-XXXXXX)
 trap 'rm -rf "$scratch"' EXIT
 
 "$bin/uv" venv --quiet --python "$bin/python" "$scratch/venv"
-"$bin/uv" pip install --quiet --python "$scratch/venv/bin/python" --resolution lowest-direct .
+# From a copy: setuptools leaves its build folder in the source, where a later wheel would find stale modules.
+mkdir "$scratch/source"
+cp -r pyproject.toml README.md LICENSE proto server client "$scratch/source/"
+"$bin/uv" pip install --quiet --python "$scratch/venv/bin/python" --resolution lowest-direct "$scratch/source"
 cd "$scratch"
 "$scratch/venv/bin/python" - <<'PY'
 import importlib
