@@ -24,6 +24,10 @@ class Entry(NamedTuple):
 
 
 COMMANDS: dict[str, Entry] = {
+    "check": Entry("hoststage.cli.check", "check", "Judge a model and an engine's flags before anything is launched."),
+    "plan": Entry(
+        "hoststage.cli.plan", "plan", "Show what a model needs from a node's host memory, with the arithmetic."
+    ),
     "version": Entry("hoststage.cli.version", "version", "Print the version and the Python that runs it."),
 }
 """Subcommand name to its entry, in the order of the help page."""

@@ -1,0 +1,26 @@
+"""The configuration file that `hoststage plan` writes for `hoststage serve`."""
+
+from __future__ import annotations
+
+
+def render_config(*, title: str, budget_bytes: int, huge_pages: bool, store_path: str) -> str:
+    """Return a TOML file with the settings that follow from a plan; everything else keeps its default.
+
+    budget_bytes: what all arenas of the node may take together. huge_pages: whether the node has the pages that the plan
+    counts. store_path: directory of the file store, "" for none.
+    """
+    lines = [
+        f"# hoststage serve --config FILE, for {title}",
+        "",
+        "[memory]",
+        f"budget_bytes = {budget_bytes}",
+        f"huge_pages = {'true' if huge_pages else 'false'}",
+    ]
+    if store_path:
+        lines += ["", "[store]", 'driver = "file"', f"path = {_quoted(store_path)}"]
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'

@@ -1,0 +1,146 @@
+"""The arithmetic of a node: what a model's processes need from one host tier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hoststage.core.findings import NodeFacts
+from hoststage.core.sizing import PoolSizing, Sizing, Term, size_pools
+from hoststage.core.stack import Mode, Stack, ceil_div, namespace_of
+
+HUGE_PAGE = 2 << 20
+"""Bytes of the huge pages that `vm.nr_hugepages` counts on x86-64 and on arm64 with 4 KiB pages."""
+
+SLACK = 64 << 20
+"""Bytes of locked memory beside the arenas: stacks, buffers and the interpreter of a daemon that locks all of itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes of one distinct stack: private to each process, and shared by all of its namespace."""
+
+    session: int
+    namespace: int
+
+    @classmethod
+    def least(cls, sizing: Sizing) -> Part:
+        """The least with which the mode is served."""
+        session = sum((p.needed_write + p.hold_slots) * p.stride for p in sizing.pools)
+        return cls(session, sum(p.needed_read * p.stride for p in sizing.pools))
+
+    @classmethod
+    def chosen(cls, sizing: Sizing) -> Part:
+        """What the flags ask for, or the daemon would choose."""
+        session = sum((p.write_slots + p.hold_slots) * p.stride for p in sizing.pools)
+        return cls(session, sum(p.read_slots * p.stride for p in sizing.pools))
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What all processes of a node need for one mode, with the sums that lead there."""
+
+    terms: tuple[Term, ...]
+    total: int
+    arenas: int
+
+    @property
+    def huge_pages(self) -> int:
+        """Huge pages for all arenas; each arena is rounded up to a whole one."""
+        return ceil_div(self.total, HUGE_PAGE) + self.arenas
+
+    @property
+    def memlock_bytes(self) -> int:
+        return self.huge_pages * HUGE_PAGE + SLACK
+
+    def settings(self) -> tuple[Term, ...]:
+        """Return the kernel settings and where they come from."""
+        return (
+            Term(
+                "vm.nr_hugepages",
+                f"ceil({self.total} / {HUGE_PAGE}) + {self.arenas} arenas rounded up",
+                self.huge_pages,
+                "pages",
+            ),
+            Term(
+                "RLIMIT_MEMLOCK",
+                f"{self.huge_pages} × {HUGE_PAGE} + {SLACK} beside the arenas",
+                self.memlock_bytes,
+                "bytes",
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModePlan:
+    """One mode: the sizes of each distinct stack (by pipeline rank), the least, and what the flags make of it."""
+
+    mode: Mode
+    sizings: tuple[tuple[int, Sizing], ...]
+    least: Need
+    chosen: Need
+
+
+def plan_modes(stacks: Sequence[Stack], engines: int, budget_bytes: int) -> tuple[ModePlan, ...]:
+    """Return the plan of each mode that the stacks ask for.
+
+    stacks: those of one engine's processes on the node. engines: how many such engines share the node; they
+    serve the same model, so their namespaces, and with them the read arenas, are the same.
+    """
+    modes = tuple(dict.fromkeys(wish.mode for wish in stacks[0].modes))
+    return tuple(_plan(stacks, engines, budget_bytes, mode) for mode in modes)
+
+
+def _plan(stacks: Sequence[Stack], engines: int, budget_bytes: int, mode: Mode) -> ModePlan:
+    facts = NodeFacts(budget_bytes=budget_bytes)
+    by_stage: dict[int, tuple[Stack, Sizing]] = {}
+    for stack in stacks:
+        if stack.parallel.pp_rank not in by_stage:
+            by_stage[stack.parallel.pp_rank] = (stack, size_pools(stack, facts, mode))
+    return ModePlan(
+        mode=mode,
+        sizings=tuple((rank, sizing) for rank, (_, sizing) in by_stage.items()),
+        least=_need(stacks, engines, {r: Part.least(s) for r, (_, s) in by_stage.items()}, by_stage),
+        chosen=_need(stacks, engines, {r: Part.chosen(s) for r, (_, s) in by_stage.items()}, by_stage),
+    )
+
+
+def _need(
+    stacks: Sequence[Stack], engines: int, parts: dict[int, Part], by_stage: dict[int, tuple[Stack, Sizing]]
+) -> Need:
+    terms: list[Term] = []
+    total = arenas = 0
+    for rank, part in parts.items():
+        of_stage = [stack for stack in stacks if stack.parallel.pp_rank == rank]
+        namespaces = len({namespace_of(stack) for stack in of_stage})
+        processes = len(of_stage) * engines
+        label = f"stage {rank}: " if len(parts) > 1 else ""
+        write, read = processes * part.session, namespaces * part.namespace
+        terms.append(
+            Term(
+                f"{label}write arenas",
+                f"{len(of_stage)} processes × {engines} engines × {part.session}",
+                write,
+                "bytes",
+            )
+        )
+        terms.append(Term(f"{label}read arenas", f"{namespaces} namespaces × {part.namespace}", read, "bytes"))
+        total += write + read
+        arenas += len(by_stage[rank][1].pools) * (processes + namespaces)
+    terms.append(Term("node", " + ".join(str(t.value) for t in terms), total, "bytes"))
+    return Need(tuple(terms), total, arenas)
+
+
+def least_terms(pool: PoolSizing) -> tuple[Term, ...]:
+    """Return the arithmetic of the smallest pool that serves a mode; a sidecar has as many slots as its source."""
+    if pool.source != pool.pool:
+        size = pool.least_slots * pool.stride
+        return (Term("least bytes", f"{pool.least_slots} slots as {pool.source} × {pool.stride}", size, "bytes"),)
+    spans = pool.needed_read // pool.span_pages if pool.span_pages else 0
+    return (
+        Term("span", "one window, one state, or the prefetch threshold", pool.span_pages, "pages"),
+        Term("least write", "one span", pool.needed_write, "slots"),
+        Term("least read", f"{spans} × span", pool.needed_read, "slots"),
+        Term("least", f"{pool.needed_write} + {pool.needed_read} + {pool.hold_slots} held", pool.least_slots, "slots"),
+        Term("least bytes", f"{pool.least_slots} × {pool.stride}", pool.least_slots * pool.stride, "bytes"),
+    )

@@ -1,0 +1,252 @@
+"""`hoststage check` as a process: exit status, JSON, and who it is that refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hoststage.models import preset_names
+
+ROOT = Path(__file__).parent.parent.parent
+FIXTURES = ROOT / "tests" / "fixtures" / "models"
+LAUNCH = "python -m sglang.launch_server"
+HICACHE = "--enable-hierarchical-cache --hicache-storage-backend file --page-size 64"
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(str(ROOT / part) for part in ("proto", "server", "client"))
+    return subprocess.run(
+        [sys.executable, "-m", "hoststage.cli.main", *argv],
+        env={**os.environ, "PYTHONPATH": path, "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def check(text: str) -> tuple[int, dict[str, Any]]:
+    done = run("check", "--json", *shlex.split(text))
+    assert done.returncode in (0, 1), done.stderr
+    data = json.loads(done.stdout)
+    assert list(data) == ["granted", "retraction", "findings", "pools"]
+    for finding in data["findings"]:
+        assert list(finding) == ["rule", "severity", "subject", "message", "remedy", "values"]
+        assert finding["severity"] in ("refused", "adjusted", "notice")
+    assert (data["granted"] is not None) is (done.returncode == 0)
+    return done.returncode, data
+
+
+def refused(data: dict[str, Any]) -> set[str]:
+    return {f["rule"] for f in data["findings"] if f["severity"] == "refused"}
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_is_granted_with_a_store(name: str) -> None:
+    status, data = check(f"--preset {name} --page-size 128")
+    assert status == 0
+    assert data["granted"] == "buffer_only"
+    assert data["retraction"] == "none"
+    assert data["pools"]
+
+
+def test_a_config_path_or_its_directory_serves() -> None:
+    for path in (FIXTURES / "gpt-oss-20b" / "config.json", FIXTURES / "gpt-oss-20b"):
+        status, data = check(f"--config {path}")
+        assert status == 0
+        assert [p["name"] for p in data["pools"]] == ["kv", "swa"]
+
+
+def test_the_model_of_a_launch_line_serves() -> None:
+    status, data = check(f"-- {LAUNCH} --model-path {FIXTURES / 'llama-3.1-8b'} {HICACHE} --tp 2 --some-flag 1")
+    assert status == 0
+    assert data["granted"] == "cache"
+    assert data["pools"][0]["page_bytes"] == 4_194_304  # 32 × 4 heads × 256 × 2 × 64
+    (unread,) = [f for f in data["findings"] if f["rule"] == "SGLANG_FLAGS_UNREAD"]
+    assert "--some-flag" in unread["message"]
+
+
+UNIFIED = "--preset gpt-oss-20b --page-size 64 --kv-layout unified_kv"
+
+
+def test_a_unified_layout_is_refused_buffer_only_with_a_remedy() -> None:
+    status, data = check(f"{UNIFIED} --mode buffer_only")
+    assert status == 1
+    assert refused(data) == {"SWA_POOL_REQUIRED"}
+    (finding,) = [f for f in data["findings"] if f["severity"] == "refused"]
+    assert finding["remedy"]
+    assert finding["values"]["mode"] == "buffer_only"
+
+
+def test_a_unified_layout_is_granted_cache_as_the_second_wish() -> None:
+    status, data = check(f"{UNIFIED} --mode buffer_only --mode cache")
+    assert status == 0
+    assert data["granted"] == "cache"
+    assert refused(data) == {"SWA_POOL_REQUIRED"}
+
+
+def test_a_required_mode_ends_the_list() -> None:
+    status, data = check(f"{UNIFIED} --mode buffer_only!,cache")
+    assert status == 1
+    assert data["granted"] is None
+
+
+@pytest.mark.parametrize(("store", "status"), [("--store", 0), ("--no-store", 1)])
+def test_buffer_only_needs_a_store(store: str, status: int) -> None:
+    code, data = check(f"--preset llama-3.1-8b --page-size 64 --mode buffer_only {store}")
+    assert code == status
+    assert ("STORE_REQUIRED" in refused(data)) is bool(status)
+
+
+def test_host_pool_retraction_of_a_recurrent_model_is_refused() -> None:
+    status, data = check("--preset qwen3-next-80b-a3b --disaggregation-decode-retraction-backup host_pool")
+    assert status == 1
+    assert "RETRACTION_MAMBA" in refused(data)
+
+
+def test_host_pool_retraction_of_a_window_model_is_granted_on_opt_in() -> None:
+    text = "--preset mistral-7b-v0.1 --page-size 64 --disaggregation-decode-retraction-backup host_pool"
+    status, data = check(text)
+    assert status == 1
+    assert "RETRACTION_PURE_SWA" in refused(data)
+    status, data = check(f"{text} --window-only-holds")
+    assert status == 0
+    assert data["retraction"] == "host_pool"
+    assert data["pools"][0]["hold_slots"] == 65  # one window of 4096 / 64 pages, begun anywhere in a page
+
+
+def test_a_refusal_of_the_engine_alone_is_told_from_hoststages() -> None:
+    text = f"--preset llama-3.1-8b -- {LAUNCH} {HICACHE} --hicache-host-memory-mode buffer_only --disaggregation-mode decode"
+    status, data = check(text)
+    assert status == 1
+    assert data["granted"] is None
+    assert refused(data) == {"SGLANG_DECODE_ROLE", "SGLANG_RADIX_DISABLED"}
+    (finding,) = [f for f in data["findings"] if f["rule"] == "SGLANG_DECODE_ROLE"]
+    assert "SGLang itself refuses" in finding["message"]
+    assert "--enable-unified-cache-external-linker" in finding["remedy"]
+    assert "--disaggregation-decode-enable-radix-cache" in finding["remedy"]
+    shown = run("check", *shlex.split(text))
+    assert shown.returncode == 1
+    assert "refused by SGLang's own rules" in shown.stdout
+    assert "hoststage would grant buffer_only" in shown.stdout
+
+
+def test_a_refusal_of_hoststage_is_said_to_be_its_own() -> None:
+    shown = run("check", *shlex.split(f"{UNIFIED} --mode buffer_only"))
+    assert shown.returncode == 1
+    assert "refused by hoststage" in shown.stdout
+    assert "SWA_POOL_REQUIRED" in shown.stdout
+
+
+def test_the_budget_counts_every_process_of_the_node() -> None:
+    # A page of one of two ranks is 32 × 4 × 256 × 2 × 64 = 4 MiB. 4.19 GB for each rank are 1,000 pages:
+    # one rank fits 5 GiB, two do not.
+    base = "--preset llama-3.1-8b --page-size 64 --mode cache --tp-size 2 --hicache-size 4.19 --budget 5GiB"
+    status, data = check(f"{base} --ranks 1")
+    assert status == 0
+    status, data = check(base)
+    assert status == 1
+    (finding,) = [f for f in data["findings"] if f["severity"] == "refused"]
+    assert finding["rule"] == "BUDGET"
+    assert finding["message"].startswith("Process 2 of 2")
+
+
+def test_ranks_of_a_latent_model_share_one_read_arena() -> None:
+    # A page is 4,497,408 bytes; 8 ranks that each ask for 0.9 GB (201 pages) have 8 write arenas and one read arena.
+    base = "--preset deepseek-v3 --page-size 64 --mode cache --tp-size 8 --hicache-size 0.9"
+    assert check(f"{base} --budget 3GiB")[0] == 0
+    assert check("--preset deepseek-v3 --page-size 64 --mode cache --hicache-size 7.2 --budget 3GiB")[0] == 1
+
+
+def test_a_stack_file_serves(tmp_path: Path) -> None:
+    stack = {
+        "model": "m",
+        "modes": ["buffer_only"],
+        "pools": [
+            {"name": "kv", "kind": "kv", "page_bytes": 4096, "page_tokens": 64, "host_slots": 100},
+            {
+                "name": "deepseek_v4_c4",
+                "kind": "sidecar",
+                "page_bytes": 4096,
+                "page_tokens": 64,
+                "indices_from_pool": "kv",
+                "host_slots": 100,
+            },
+        ],
+    }
+    path = tmp_path / "stack.json"
+
+    def verdict() -> tuple[int, dict[str, Any]]:
+        path.write_text(json.dumps(stack))
+        return check(f"--stack {path}")
+
+    assert verdict()[0] == 0
+    stack["pools"][1]["host_slots"] = 99  # type: ignore[index]
+    status, data = verdict()
+    assert (status, refused(data)) == (1, {"SIDECAR_SMALLER_THAN_SOURCE"})
+    stack["pools"][1]["indices_from_pool"] = "swa"  # type: ignore[index]
+    status, data = verdict()
+    assert (status, refused(data)) == (1, {"SIDECAR_MAPPING_INCOMPLETE"})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no model is given"),
+        ("--preset llama-3.1-8b --config /c", "exactly one"),
+        ("--preset unheard-of", "Known presets"),
+        ("--config /nowhere/config.json", "cannot be read"),
+        ("--preset llama-3.1-8b --budget much", "64GiB"),
+        ("--preset llama-3.1-8b --mode warm", "buffer_only"),
+        ("--preset llama-3.1-8b --set nothing", "FIELD=VALUE"),
+        ("--preset llama-3.1-8b --set num_hidden_layers=none", "num_hidden_layers"),
+        ("--preset llama-3.1-8b --tp-size 3", "tp_size"),
+        ("--preset llama-3.1-8b --page-size many", "--page-size"),
+        ("--preset llama-3.1-8b --daemon unix:///nowhere/hoststage.sock --timeout 1", "unix:///nowhere/hoststage.sock"),
+        ("--preset llama-3.1-8b -- vllm serve m", "not an SGLang launch command"),
+        ("-- python -m sglang.launch_server --model-path nobody/nothing", "--config"),
+        ("--no-such-option", "no-such-option"),
+    ],
+)
+def test_unusable_input_ends_with_status_2_and_a_remedy_on_stderr(text: str, said: str) -> None:
+    done = run("check", *shlex.split(text))
+    assert done.returncode == 2, done.stdout
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_missing_field_is_asked_for_and_can_be_given(tmp_path: Path) -> None:
+    config = json.loads((FIXTURES / "gpt-oss-20b" / "config.json").read_text())
+    del config["sliding_window"]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    done = run("check", "--config", str(path))
+    assert done.returncode == 2
+    assert "MissingField: sliding_window" in done.stderr
+    assert "--set sliding_window=VALUE" in done.stderr
+    assert check(f"--config {path} --set sliding_window=128")[0] == 0
+
+
+def test_assumptions_are_listed() -> None:
+    _, data = check("--preset qwen3-next-80b-a3b")
+    assumed = {f["subject"] for f in data["findings"] if f["rule"] == "ASSUMED"}
+    assert assumed == {"page_size", "mamba_ssm_dtype", "host_slots", "budget"}
+
+
+def test_the_command_wins_over_an_option_of_the_same_name() -> None:
+    _, data = check(f"--preset llama-3.1-8b --page-size 32 -- {LAUNCH} {HICACHE}")
+    assert data["pools"][0]["page_tokens"] == 64
+
+
+def test_pipeline_stages_are_judged_and_shown_apart() -> None:
+    _, data = check("--preset deepseek-v3 --page-size 64 --pp-size 2")
+    assert [(p["pp_rank"], p["layers"]) for p in data["pools"]] == [(0, 30), (1, 31)]
+    assert all(p["write_slots"] for p in data["pools"])
