@@ -6,10 +6,12 @@ import asyncio
 import time
 from pathlib import Path
 
+import pytest
 from tests.store_support import (
     KIB,
     MIB,
     NAMESPACE,
+    OTHER,
     blocks,
     commit,
     content,
@@ -24,7 +26,7 @@ from tests.store_support import (
 )
 
 from hoststage.server.store import ReadOutcome, StoreStats, WriteOutcome
-from hoststage.server.store.file import FileStore
+from hoststage.server.store.file import FileStore, reclaim
 
 SIZE = 60 * KIB
 SLOT = 64 * KIB
@@ -126,6 +128,22 @@ async def test_readers_and_writers_at_once_never_see_anothers_bytes(tmp_path: Pa
         assert hits > 0
         assert store.stats().evicted_pages > 0
         assert store.stats().bytes <= 16 * SLOT
+
+
+async def test_the_files_of_a_namespace_that_was_evicted_go_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reclaim, "_LOOK_SECONDS", 0.05)
+    async with opened(tmp_path, limit_bytes=10 * SLOT) as store:
+        await put(store, page("kv", key(0), content(0, SIZE), commit(0)))
+        for n in range(20):
+            await put(store, page("kv", key(n), content(n, SIZE), commit(n)), namespace=OTHER)
+        deadline = time.monotonic() + 20
+        while (tmp_path / "v1" / NAMESPACE).exists():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        await put(store, page("kv", key(0), content(1, SIZE), commit(1)))
+        assert (await get(store, "kv", key(0), SIZE))[1] == content(1, SIZE)
 
 
 async def test_the_free_space_floor_shrinks_the_store(tmp_path: Path) -> None:

@@ -56,11 +56,10 @@ class StoreDirectory:
         try:
             self._enter()
             self.direct_io = self._choose_direct_io(direct_io)
-        except OSError as error:
+        except BaseException as error:
             self.close()
-            raise config_error(root, error) from error
-        except StoreConfigError:
-            self.close()
+            if isinstance(error, OSError):
+                raise config_error(root, error) from error
             raise
 
     @property

@@ -31,14 +31,13 @@ from hoststage.server.store.file import snapshot
 from hoststage.server.store.file.counters import Counters
 from hoststage.server.store.file.directory import StoreDirectory
 from hoststage.server.store.file.fanout import fan_out, uninterrupted
-from hoststage.server.store.file.index import Entry, Group, Index
+from hoststage.server.store.file.index import Entry, Group
 from hoststage.server.store.file.layout import slot_bytes_for
 from hoststage.server.store.file.opening import Opened, open_directory, sync_segments, trim_segments
 from hoststage.server.store.file.pageio import ReadJob, WriteJob, is_no_room, read_page, write_page
 from hoststage.server.store.file.quarantine import write_note
 from hoststage.server.store.file.reclaim import Reclaimer
 from hoststage.server.store.file.segment import Segment, SizeClass
-from hoststage.server.store.file.space import Space
 from hoststage.server.store.file.table import SegmentTable
 from hoststage.server.store.options import StoreOptions, SyncPolicy
 
@@ -63,13 +62,14 @@ class FileStore:
         self._writers = ThreadPoolExecutor(options.io_threads, "hoststage-store-write")
         self._helpers = ThreadPoolExecutor(2, "hoststage-store-space")
         self._counters = Counters()
-        self._index = Index()
-        self._space = Space(options)
+        self._index = opened.index
+        self._space = opened.space
         recovered = opened.recovered
         self._table = SegmentTable(opened.directory, options, self._helpers, recovered.last_number)
         self._sequence = recovered.next_sequence
         self._recovered_pages = len(recovered.pages)
-        self._fill(opened)
+        for segment in recovered.segments:
+            self._table.add(segment)
         self._reclaimer = Reclaimer(
             opened.directory.root,
             self._index,
@@ -102,18 +102,6 @@ class FileStore:
         for notice in opened.directory.notices:
             log.warning("store_notice", path=str(root), notice=notice)
         return store
-
-    def _fill(self, opened: Opened) -> None:
-        for page in opened.recovered.pages:
-            namespace = page.segment.header.namespace
-            group = self._index.hold(namespace, page.key)
-            entry = Entry(page.segment, page.slot, page.page_bytes, page.sequence, page.commit_id, page.checksum)
-            self._index.put(group, page.pool, entry)
-            self._index.release(group)
-            self._space.used += page.segment.header.slot_bytes
-        for segment in opened.recovered.segments:
-            self._table.add(segment)
-        self._space.look(opened.free_bytes)
 
     # --- the protocol ---------------------------------------------------------------------------------------
 
@@ -239,6 +227,7 @@ class FileStore:
     async def _write(self, namespace: str, writes: Sequence[PageWrite]) -> list[PageWriteResult]:
         groups = {key: self._index.hold(namespace, key) for key in {write.key for write in writes}}
         jobs: list[WriteJob] = []
+        settled = 0
         try:
             await self._reclaimer.look()
             results = await self._reserve(namespace, writes, jobs)
@@ -249,13 +238,15 @@ class FileStore:
                 chains.setdefault(job.write.key, []).append(job)
             await fan_out(self._writers, chains.values(), _write_chain, self._options.io_threads)
             for job in wanted:
-                results[job.index] = job.result or PageWriteResult(WriteOutcome.FAILED, "not written")
+                assert job.result is not None
+                results[job.index] = job.result
             await self._sync(wanted, results)
             refuse_broken_commits(writes, results)
-            while jobs:
-                self._settle_job(groups, jobs.pop(0), results)
+            while settled < len(jobs):
+                settled += 1
+                self._settle_job(groups, jobs[settled - 1], results)
         finally:
-            for job in jobs:
+            for job in jobs[settled:]:
                 self._reclaimer.free(job.segment, job.slot)
             for group in groups.values():
                 self._index.release(group)
@@ -416,8 +407,14 @@ class FileStore:
 
 
 def _write_chain(jobs: list[WriteJob]) -> None:
-    """Write the pages of one key in their order, and stop at the first that fails."""
+    """Write the pages of one key in their order; those behind one that fails share its outcome."""
+    cause: PageWriteResult | None = None
     for job in jobs:
-        write_page(job)
-        if job.result is None or job.result.outcome is not WriteOutcome.STORED:
-            return
+        if cause is None:
+            write_page(job)
+            assert job.result is not None
+            if job.result.outcome is not WriteOutcome.STORED:
+                cause = job.result
+        else:
+            detail = f"a page of the same key before it was not stored: {cause.detail}"
+            job.result = PageWriteResult(cause.outcome, detail)

@@ -61,6 +61,8 @@ class _Batch(Generic[Job]):
             self._loop.call_soon_threadsafe(self._finish)
 
     def _finish(self) -> None:
+        if self.done.done():  # only the end of the whole loop cancels it
+            return
         if self._error is not None:
             self.done.set_exception(self._error)
         else:

@@ -123,6 +123,10 @@ class Index:
             self._forget_if_empty(group)
         return Evicted(entries, size)
 
+    def __contains__(self, namespace: str) -> bool:
+        """Whether a namespace has any page, or will have one that is being written."""
+        return namespace in self._groups
+
     def keys(self, namespace: str) -> list[bytes]:
         """Return the keys of a namespace."""
         return list(self._groups.get(namespace, {}))

@@ -9,8 +9,10 @@ from pathlib import Path
 
 from hoststage.server.store.errors import StoreConfigError
 from hoststage.server.store.file.directory import StoreDirectory, config_error
+from hoststage.server.store.file.index import Entry, Index
 from hoststage.server.store.file.recovery import Recovered, recover
 from hoststage.server.store.file.segment import Segment
+from hoststage.server.store.file.space import Space
 from hoststage.server.store.file.syscalls import free_bytes, punch
 from hoststage.server.store.options import StoreOptions
 
@@ -21,7 +23,8 @@ class Opened:
 
     directory: StoreDirectory
     recovered: Recovered
-    free_bytes: int
+    index: Index
+    space: Space
 
 
 def open_directory(root: Path, options: StoreOptions) -> Opened:
@@ -32,17 +35,32 @@ def open_directory(root: Path, options: StoreOptions) -> Opened:
         except OSError as error:
             raise config_error(root, error) from error
     directory = StoreDirectory(root, options.direct_io)
+    recovered = Recovered()
     try:
         recovered = recover(directory, options.io_threads)
         free, total = free_bytes(root)
         _check_room(options, directory, recovered, free, total)
-    except OSError as error:
+    except BaseException as error:
+        for segment in recovered.segments:
+            segment.close()
         directory.close()
-        raise config_error(root, error) from error
-    except StoreConfigError:
-        directory.close()
+        if isinstance(error, OSError):
+            raise config_error(root, error) from error
         raise
-    return Opened(directory, recovered, free)
+    index, space = _fill(options, recovered)
+    space.look(free)
+    return Opened(directory, recovered, index, space)
+
+
+def _fill(options: StoreOptions, recovered: Recovered) -> tuple[Index, Space]:
+    index, space = Index(), Space(options)
+    for page in recovered.pages:
+        group = index.hold(page.segment.header.namespace, page.key)
+        entry = Entry(page.segment, page.slot, page.page_bytes, page.sequence, page.commit_id, page.checksum)
+        index.put(group, page.pool, entry)
+        index.release(group)
+        space.used += page.segment.header.slot_bytes
+    return index, space
 
 
 def _check_room(options: StoreOptions, directory: StoreDirectory, recovered: Recovered, free: int, total: int) -> None:

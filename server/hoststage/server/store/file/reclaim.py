@@ -51,6 +51,8 @@ class Reclaimer:
         self._executor = executor
         self._pending: deque[tuple[Segment, int]] = deque()
         self._aside: deque[tuple[Segment, int]] = deque()
+        self._queued = 0
+        self._punched = 0
         self._wake = asyncio.Event()
         self._waiters: list[asyncio.Future[None]] = []
         self._punching = False
@@ -84,6 +86,7 @@ class Reclaimer:
     def free(self, segment: Segment, slot: int) -> None:
         """Queue a slot for punching."""
         self._pending.append((segment, slot))
+        self._queued += 1
         self._space.pending += segment.header.slot_bytes
         self._wake.set()
 
@@ -115,7 +118,8 @@ class Reclaimer:
 
     async def settle(self) -> None:
         """Return when all slots that are queued now have been punched."""
-        while self._pending or self._punching:
+        ticket = self._queued
+        while self._punched < ticket:
             await self._next_batch()
 
     async def look(self, *, always: bool = False) -> None:
@@ -153,12 +157,22 @@ class Reclaimer:
                 await asyncio.wait_for(self._wake.wait(), _LOOK_SECONDS)
             except TimeoutError:
                 await self.look(always=True)
+                try:
+                    await self._remove_dead_files()
+                except OSError as error:
+                    log.warning("store_files_not_removed", path=str(self._root), error=error.strerror)
             self._wake.clear()
             self._evict_ahead()
             while self._pending:
                 await self._punch_some()
                 self._evict_ahead()
             self._tell_waiters()
+
+    async def _remove_dead_files(self) -> None:
+        """Let go of the files of namespaces whose last page has been evicted, such as those of an old model."""
+        for namespace in self._table.idle_namespaces():
+            if namespace not in self._index:
+                await self._table.remove_empty(namespace)
 
     def _evict_ahead(self) -> None:
         self._evicting = self._evicting or self._space.above_high
@@ -180,8 +194,12 @@ class Reclaimer:
         try:
             loop = asyncio.get_running_loop()
             report = await loop.run_in_executor(self._executor, punch_slots, batch)
+        except Exception:  # a bug; those who wait for room must not wait for ever
+            log.exception("store_punch_failed", slots=len(batch))
+            report = PunchReport([], batch, self.punchable)
         finally:
             self._punching = False
+            self._punched += len(batch)
         self._take_note(report)
         self._tell_waiters()
 

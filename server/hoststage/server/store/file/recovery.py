@@ -15,7 +15,7 @@ from hoststage.server.store.file import snapshot
 from hoststage.server.store.file.directory import StoreDirectory
 from hoststage.server.store.file.layout import BLOCK, Trailer, round_up, unpack_segment, unpack_trailer
 from hoststage.server.store.file.pageio import punch_slots
-from hoststage.server.store.file.segment import Segment
+from hoststage.server.store.file.segment import Segment, remove_segment
 from hoststage.server.store.file.syscalls import AlignedBuffer, punch
 
 log = structlog.get_logger(__name__)
@@ -83,8 +83,11 @@ def _find_pages(segments: list[Segment], loaded: snapshot.Snapshot | None, threa
         used[page.segment].add(page.slot)
     for segment in segments:
         segment.restore(used[segment])
-        if not result.from_snapshot:
+        if not segment.live:
+            remove_segment(segment)
+        elif not result.from_snapshot:
             _give_back_tail(segment)
+    result.segments = [segment for segment in segments if segment.live]
     return result
 
 

@@ -10,8 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import structlog
+
 from hoststage.server.store.file.layout import BLOCK, MAX_SLOTS, SegmentHeader
 from hoststage.server.store.file.syscalls import allocate
+
+log = structlog.get_logger(__name__)
 
 MOST_AHEAD_BYTES: Final = 32 << 20
 LEAST_SEGMENT_BYTES: Final = 64 << 20
@@ -103,9 +107,10 @@ class Segment:
         return max(self._ready, self.fresh)
 
     def close(self) -> None:
-        """Close the file. Nothing may be under way in it."""
-        os.close(self.fd)
-        self.fd = -1
+        """Close the file, if it is open. Nothing may be under way in it."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +131,8 @@ def create_segment(base: Path, number: int, size_class: SizeClass, slots: int, f
     """Create the file of a new segment under ``base``. Raises ``OSError``, and then leaves nothing behind."""
     folder = base / size_class.namespace / size_class.pool
     path = folder / f"{number:06d}.seg"
-    folder.mkdir(parents=True, exist_ok=True)
     header = SegmentHeader(size_class.namespace, size_class.pool, size_class.slot_bytes, slots)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fd = _create(path)
     try:
         os.ftruncate(fd, header.file_bytes)
         if os.pwrite(fd, header.pack(), 0) != BLOCK:
@@ -146,10 +150,27 @@ def create_segment(base: Path, number: int, size_class: SizeClass, slots: int, f
     return Segment(number, path, fd, header)
 
 
+def _create(path: Path) -> int:
+    for attempt in range(3):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:  # the folder has just been removed for being empty
+            if attempt == 2:
+                raise
+    raise AssertionError("unreachable")
+
+
 def remove_segment(segment: Segment) -> None:
-    """Close and unlink a segment that holds nothing, and the folders above it that are then empty."""
+    """Close and unlink a segment that holds nothing, and the folders above it that are then empty.
+
+    A file that cannot be removed now is removed when the store is next opened.
+    """
     segment.close()
-    segment.path.unlink(missing_ok=True)
+    try:
+        segment.path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("store_segment_not_removed", path=str(segment.path), error=error.strerror)
     for folder in (segment.path.parent, segment.path.parent.parent):
         try:
             folder.rmdir()

@@ -80,6 +80,10 @@ class SegmentTable:
             self.add(segment)
             return segment
 
+    def idle_namespaces(self) -> set[str]:
+        """Return the namespaces that have a file which holds nothing."""
+        return {s.header.namespace for s in self._all.values() if not s.live}
+
     async def remove_empty(self, namespace: str) -> None:
         """Remove the files of a namespace that hold nothing and in which nothing is under way."""
         idle = [s for s in self._all.values() if s.header.namespace == namespace and not s.live]
