@@ -38,12 +38,16 @@ help: ## list the targets
 
 setup: $(STAMP) ## make .venv with everything: server, client, torch, demo models, development tools
 
-# $(1) is the environment's folder. One that a newer interpreter must serve is made anew.
-define make_venv
-	@if [ -z '$(PYTHON)' ] || ! $(PYTHON) -c '$(PYTHON_OK)'; then \
+define check_python
+if [ -z '$(PYTHON)' ] || ! $(PYTHON) -c '$(PYTHON_OK)'; then \
 		echo "hoststage needs Python 3.11 or newer with the venv module; found: '$(PYTHON)'." >&2; \
 		echo "Install it (Debian: apt-get install python3.11 python3.11-venv) or name one: make setup PYTHON=/path/to/python3.11" >&2; \
 		exit 1; fi
+endef
+
+# $(1) is the environment's folder. One that a newer interpreter must serve is made anew.
+define make_venv
+	@$(check_python)
 	@$(1)/bin/python -c '$(PYTHON_OK)' 2>/dev/null || { rm -rf $(1); $(PYTHON) -m venv $(1); }
 endef
 
@@ -64,9 +68,17 @@ bench: $(STAMP) ## measure the daemon on this machine (ARGS=...)
 test: $(STAMP) ## all tests but those that need an engine's own environment; GPU tests skip where there is no GPU
 	$(BIN)/python -m pytest -m 'not engines and not bench' $(ARGS)
 
-test-engines: $(STAMP) ## tests against real engine packages, in their own cached environment
-	@status=0; $(BIN)/python -m pytest -m engines $(ARGS) || status=$$?; \
-	if [ $$status -eq 5 ]; then echo "test-engines: no engine test is collected"; exit 0; fi; exit $$status
+ENGINES ?= $(patsubst tests/engines/%-requirements.txt,%,$(wildcard tests/engines/*-requirements.txt))
+
+test-engines: ## tests against real engine packages, each in its own cached environment (ENGINES=sglang)
+	@$(check_python)
+	@for engine in $(ENGINES); do \
+		echo "test-engines: $$engine"; \
+		python=$$(PYTHON='$(PYTHON)' tools/engine_env.sh $$engine); \
+		status=0; "$$python" -m pytest -m engines tests/engines $(ARGS) || status=$$?; \
+		if [ $$status -eq 5 ]; then echo "test-engines: no engine test is collected"; \
+		elif [ $$status -ne 0 ]; then exit $$status; fi; \
+	done
 
 lint: $(STAMP) ## ruff: lint and format, both checked
 	$(BIN)/ruff check .

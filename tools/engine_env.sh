@@ -6,13 +6,18 @@
 #
 # It takes several GB and some minutes the first time; afterwards nothing is done unless the requirements changed.
 # Where the CPU build of torch will do, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves most of the size.
-# HOSTSTAGE_ENGINES_DIR says where (default /var/cache/hoststage), PYTHON which interpreter (3.11 or later).
+# HOSTSTAGE_ENGINE_CACHE says where (default /var/cache/hoststage, or ~/.cache/hoststage for a user who may not write
+# there), PYTHON which interpreter (3.11 or later).
 set -eu
 
 engine=${1:?usage: engine_env.sh ENGINE}
 root=$(CDPATH= cd -- "$(dirname -- "$0")/.." && pwd)
 requirements="$root/tests/engines/$engine-requirements.txt"
-env="${HOSTSTAGE_ENGINES_DIR:-/var/cache/hoststage}/engines-$engine"
+cache=${HOSTSTAGE_ENGINE_CACHE:-/var/cache/hoststage}
+if [ -z "${HOSTSTAGE_ENGINE_CACHE:-}" ] && ! { mkdir -p "$cache" && [ -w "$cache" ]; } 2>/dev/null; then
+  cache="${XDG_CACHE_HOME:-$HOME/.cache}/hoststage"
+fi
+env="$cache/engines-$engine"
 
 case $engine in
   sglang) release="sglang==0.5.23" ;;
