@@ -1,8 +1,9 @@
-"""Packets of the fd socket (`SOCK_SEQPACKET`), on which descriptors cross by `SCM_RIGHTS`.
+"""Packets of the fd socket, on which descriptors cross by `SCM_RIGHTS`.
 
-The client sends one request packet: magic, version, kind and the 16-byte token of the handshake. With it may come its own pidfd
-(for kernels without `SO_PEERPIDFD`), and for `IMPORT` its memfds after that. The daemon answers with packets that each carry
-at most `MAX_DESCRIPTORS` descriptors and one `Described` record a descriptor; the last one says so. A refusal is one packet with text.
+The socket is a stream; `hoststage.shm.fdpass` frames a packet together with its descriptors. The client sends one request packet: magic,
+version, kind and the 16-byte token of the handshake. With it comes its own pidfd where it has one (for daemons on kernels without
+`SO_PEERPIDFD`), and for `IMPORT` its memfds after that. The daemon answers with one packet: one `Described` record a descriptor, in order, or a
+refusal with text.
 """
 
 from __future__ import annotations

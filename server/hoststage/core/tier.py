@@ -421,7 +421,7 @@ class Tier:
         pin: int,
         deadline: float,
         accept_shorter: bool,
-    ) -> LoadResult | tuple[int, LoadResult | None]:
+    ) -> tuple[int, LoadResult | None]:
         """Begin a load. Return `(load id, result)`; the result is None while it is pending."""
         space = session.namespace
         given = needs is not None

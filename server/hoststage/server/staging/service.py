@@ -1,0 +1,476 @@
+"""The tier as a service: sessions with their memory, the budget, and the engine that moves pages.
+
+Implements `hoststage.server.contract.TierService`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+import structlog
+
+from hoststage.core.commits import DrainPolicy
+from hoststage.core.fences import ProtocolRanges, evaluate
+from hoststage.core.findings import Grant, NodeFacts, PoolGrant, Verdict
+from hoststage.core.ledger import Ledger, OverBudget
+from hoststage.core.prefix import PoolRule, Rules, rules_of
+from hoststage.core.readpool import ReadPool
+from hoststage.core.sessions import NamespaceCore, SessionCore, SessionLimits, SessionState
+from hoststage.core.stack import Mode, Stack, namespace_of
+from hoststage.core.tier import Tier
+from hoststage.core.writepool import WritePool
+from hoststage.server.contract import (
+    ArenaDescriptor,
+    ArenaFacts,
+    PinFacts,
+    PoolFacts,
+    Port,
+    Refusal,
+    RequestError,
+    SessionFacts,
+    SessionRequest,
+    TierFacts,
+)
+from hoststage.server.memory.arena import Arena, ArenaKind
+from hoststage.server.memory.pool import ArenaPool
+from hoststage.server.staging.arenas import ArenaMaker, PoolArena
+from hoststage.server.staging.engine import Engine
+from hoststage.server.staging.holds import Holds
+from hoststage.server.staging.session import Session
+from hoststage.server.store.base import Store
+from hoststage.v1.ops import PROTOCOL_MAX, PROTOCOL_MIN
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceOptions:
+    """What an operator may set about the tier. Sizes in bytes."""
+
+    budget_bytes: int
+    limits: SessionLimits = field(default_factory=SessionLimits)
+    drains: DrainPolicy = field(default_factory=DrainPolicy)
+    beliefs_per_pool: int = 1_000_000
+    pinned: str = "resident"
+    pin_problem: str = ""
+    memlock_bytes: int = 0
+    cuda: bool = False
+
+
+@dataclass(slots=True)
+class _Namespace:
+    """A namespace's memory. `order`: the stack order of its pools by name."""
+
+    core: NamespaceCore
+    arenas: list[PoolArena]
+    tenant: str
+    model: str
+    names: tuple[str, ...]
+    used_at: float
+    holder: str
+
+
+class Service:
+    """See `TierService` for the meaning of the public methods."""
+
+    def __init__(self, options: ServiceOptions, store: Store | None, pool: ArenaPool, executor: Executor) -> None:
+        self.options = options
+        self.executor = executor
+        self.holds = Holds()
+        self.ledger = Ledger(options.budget_bytes)
+        self.tier = Tier(secrets.token_bytes(8), options.limits, options.drains)
+        self.engine = Engine(self.tier, store, executor, self._session_over)
+        self._store = store
+        self._maker = ArenaMaker(pool, executor)
+        self._arena_pool = pool
+        self._sessions: dict[int, Session] = {}
+        self._namespaces: dict[str, _Namespace] = {}
+        self._opening: dict[str, asyncio.Lock] = {}
+        self._ids = itertools.count(1)
+
+    @property
+    def boot_epoch(self) -> bytes:
+        return self.tier.epoch
+
+    # -------------------------------------------------------------- handshake
+
+    def negotiate(self, request: SessionRequest) -> Verdict:
+        low, high = request.protocol
+        return evaluate(
+            request.stack, self._facts(request.stack), ProtocolRanges(low, high, PROTOCOL_MIN, PROTOCOL_MAX)
+        )
+
+    def _facts(self, stack: Stack) -> NodeFacts:
+        live = self._namespaces.get(namespace_of(stack))
+        pools = live.core.pools if live else []
+        names = live.names if live else ()
+        return NodeFacts(
+            budget_bytes=self.options.budget_bytes,
+            holders=self.ledger.holders(),
+            store_configured=self._store is not None,
+            pinned=self.options.pinned,
+            pin_problem=self.options.pin_problem,
+            memlock_bytes=self.options.memlock_bytes,
+            cuda=self.options.cuda,
+            live_read_slots={name: p.size for name, p in zip(names, pools, strict=True)},
+            live_page_bytes={a.rule.name: a.rule.page_bytes for a in live.arenas} if live else {},
+        )
+
+    async def open(self, request: SessionRequest, port: Port) -> Session:
+        self._replace_previous(request)
+        name = namespace_of(request.stack)
+        async with self._opening.setdefault(name, asyncio.Lock()):
+            verdict = self.negotiate(request)
+            if self.tier.draining or verdict.grant is None:
+                raise Refusal(verdict)
+            session_id = next(self._ids)
+            holder = f"session {session_id} ({request.worker or request.client or 'unnamed'})"
+            grant = verdict.grant
+            fresh = name not in self._namespaces
+            space_holder = f"namespace {name[:12]} ({request.stack.identity.model})"
+            try:
+                await self._take(grant, name, fresh, holder, space_holder)
+            except OverBudget as error:
+                # Someone else was faster while memory was being reclaimed: judge again, with what is left now.
+                verdict = self.negotiate(request)
+                raise Refusal(Verdict(None, verdict.findings)) from error
+            try:
+                space = await self._namespace(request, grant, name, space_holder)
+                write = await self._write_arenas(request, grant, space.core.rules)
+            except BaseException:
+                self.ledger.give(holder)
+                if fresh and name not in self._namespaces:
+                    self.ledger.give(space_holder)
+                raise
+            return self._enter(session_id, request, verdict, port, space, write)
+
+    def _replace_previous(self, request: SessionRequest) -> None:
+        """End the quarantined session that this client says it has left and unmapped."""
+        old = self._sessions.get(request.previous_session)
+        if old is None or request.previous_epoch != self.boot_epoch or request.retained_bytes:
+            return
+        same = (old.request.worker, old.request.client, old.request.pid) == (
+            request.worker,
+            request.client,
+            request.pid,
+        )
+        if same and old.core.state is SessionState.QUARANTINED:
+            self.end(old.session_id, "replaced by its own client, which has unmapped")
+
+    async def _take(self, grant: Grant, name: str, fresh: bool, holder: str, space_holder: str) -> None:
+        """Take the grant from the budget, closing idle namespaces and arenas for it. Raises `OverBudget`."""
+        need = grant.session_bytes + (grant.namespace_bytes if fresh else 0)
+        self._sync_idle_arenas()
+        while need > self.ledger.free and await self._reclaim_one(name, need - self.ledger.free):
+            self._sync_idle_arenas()
+        # No await between the last look and the taking: two clients never get the same bytes.
+        self.ledger.take(holder, grant.session_bytes)
+        if fresh:
+            try:
+                self.ledger.take(space_holder, grant.namespace_bytes)
+            except OverBudget:
+                self.ledger.give(holder)
+                raise
+
+    def _sync_idle_arenas(self) -> None:
+        """Arenas that are kept warm for reuse count, and are the first to go."""
+        self.ledger.give("idle arenas")
+        self.ledger.force("idle arenas", self._arena_pool.idle_bytes)
+        self.ledger.mark("idle arenas", reclaimable=True)
+
+    async def _reclaim_one(self, keep: str, amount: int) -> bool:
+        """Give up idle memory: warm arenas first, then the longest unused namespace. False where there is none."""
+        if self._arena_pool.idle_bytes and await self._maker.reclaim(amount):
+            return True
+        idle = [
+            (space.used_at, name)
+            for name, space in self._namespaces.items()
+            if name != keep and not self.engine.in_use(name)
+        ]
+        if not idle:
+            return False
+        await self._close_namespace(min(idle)[1])
+        return True
+
+    async def _close_namespace(self, name: str) -> None:
+        space = self._namespaces.pop(name)
+        self.tier.namespaces.pop(name)
+        self.engine.read_arenas.pop(name)
+        self.ledger.give(space.holder)
+        await self._maker.release(space.arenas)
+        log.info("namespace.closed", namespace=name[:12], model=space.model)
+
+    async def _namespace(self, request: SessionRequest, grant: Grant, name: str, holder: str) -> _Namespace:
+        found = self._namespaces.get(name)
+        if found is not None:
+            found.used_at = self.engine.now()
+            self.ledger.mark(found.holder, reclaimable=False)
+            for pool, granted in zip(found.core.pools, _in_stack_order(request.stack, grant), strict=True):
+                pool.reserve = max(pool.reserve, min(granted.reserve_slots, pool.size))
+            return found
+        stack, rules = request.stack, rules_of(request.stack)
+        grants = _in_stack_order(stack, grant)
+        tenant = stack.identity.tenant
+        arenas = await self._maker.make(tenant, ArenaKind.READ, rules.pools, [g.read_slots for g in grants])
+        keep = grant.mode is Mode.CACHE
+        pools = [_read_pool(g, rule, grant.mode) for g, rule in zip(grants, rules.pools, strict=True)]
+        core = NamespaceCore(
+            name,
+            rules,
+            pools,
+            keep=keep,
+            has_store=self._store is not None,
+            beliefs=self.options.beliefs_per_pool,
+        )
+        space = _Namespace(
+            core,
+            arenas,
+            tenant,
+            stack.identity.model,
+            tuple(p.name for p in stack.pools),
+            self.engine.now(),
+            holder,
+        )
+        self._namespaces[name] = space
+        self.tier.namespaces[name] = core
+        self.engine.read_arenas[name] = arenas
+        log.info("namespace.opened", namespace=name[:12], model=space.model, bytes=grant.namespace_bytes)
+        return space
+
+    async def _write_arenas(self, request: SessionRequest, grant: Grant, rules: Rules) -> list[PoolArena]:
+        slots = [g.write_slots + g.hold_slots for g in _in_stack_order(request.stack, grant)]
+        return await self._maker.make(request.stack.identity.tenant, ArenaKind.WRITE, rules.pools, slots)
+
+    def _enter(
+        self,
+        session_id: int,
+        request: SessionRequest,
+        verdict: Verdict,
+        port: Port,
+        space: _Namespace,
+        write: list[PoolArena],
+    ) -> Session:
+        assert verdict.grant is not None
+        grants = _in_stack_order(request.stack, verdict.grant)
+        core = SessionCore(
+            session_id,
+            space.core,
+            verdict.grant.mode,
+            [WritePool(g.write_slots, g.hold_slots) for g in grants],
+            min(request.credits, self.options.limits.max_credits),
+        )
+        self.tier.open(core)
+        session = Session(self, core, request, verdict, port, write, space.arenas, self.engine.now())
+        self._sessions[session_id] = session
+        self.engine.listeners[session_id] = session
+        self.engine.write_arenas[session_id] = write
+        self.ledger.force(f"memory retained by session {session_id}'s client", request.retained_bytes)
+        log.info(
+            "session.opened",
+            session=session_id,
+            client=request.client,
+            worker=request.worker,
+            namespace=space.core.name[:12],
+            model=space.model,
+            mode=verdict.grant.mode.value,
+            path=verdict.grant.path.value,
+        )
+        return session
+
+    # -------------------------------------------------------------- endings
+
+    def quarantine(self, session_id: int, reason: str) -> None:
+        session = self._sessions.get(session_id)
+        if session is not None and session.core.state is SessionState.ACTIVE:
+            log.warning("session.quarantined", session=session_id, reason=reason)
+            self.tier.quarantine(session.core)
+            self.engine.settle()
+
+    def end(self, session_id: int, reason: str) -> None:
+        session = self._sessions.get(session_id)
+        if session is not None and session.core.state is not SessionState.ENDING:
+            log.info("session.ended", session=session_id, reason=reason, open_commits=len(session.core.commits))
+            self.holds.table.session_gone(session_id)
+            self.engine.listeners.pop(session_id, None)
+            self.tier.end(session.core)
+            self.engine.settle()
+
+    def _session_over(self, session_id: int) -> None:
+        session = self._sessions.pop(session_id)
+        arenas = self.engine.write_arenas.pop(session_id)
+        for holder in [h.name for h in self.ledger.holders()]:
+            mine = holder.startswith(f"session {session_id} ") or holder.endswith(f" session {session_id}'s client")
+            if mine:
+                self.ledger.give(holder)
+        space = self._namespaces.get(session.core.namespace.name)
+        if space is not None and not space.core.sessions:
+            space.used_at = self.engine.now()
+            self.ledger.mark(space.holder, reclaimable=True)
+        whole = [a for a in session.whole.values() if isinstance(a, Arena)]
+        session.whole.clear()
+        self.engine.spawn(self._give_back(arenas, whole))
+
+    async def _give_back(self, arenas: list[PoolArena], whole: list[Arena]) -> None:
+        await self._maker.release(arenas)
+        await self._maker.release_raw(whole)
+        self._sync_idle_arenas()
+
+    def revoked(self, session: Session, revocation: int) -> None:
+        """A client acknowledged a revocation. None is asked for yet, so there is nothing to reuse."""
+        log.warning("session.unasked_acknowledgement", session=session.session_id, revocation=revocation)
+
+    # -------------------------------------------------------------- whole-arena leases
+
+    async def lease_arena(self, session: Session, name: str, size: int) -> tuple[ArenaFacts, list[ArenaDescriptor]]:
+        """Lease memory that a client manages itself. Raises `RequestError`."""
+        if size < 1:
+            raise RequestError("BUDGET", f"bytes is {size}, must be at least 1", field="bytes")
+        session_id = session.session_id
+        self._sync_idle_arenas()
+        while size > self.ledger.free and await self._reclaim_one(session.core.namespace.name, size):
+            self._sync_idle_arenas()
+        holder = f"session {session_id} arena {name or 'unnamed'}"
+        try:
+            self.ledger.take(holder, size)
+        except OverBudget as error:
+            raise RequestError(
+                "BUDGET",
+                f"{size} bytes wanted, {error.free} of {error.budget} are free",
+                code="RESOURCE_EXHAUSTED",
+                field="bytes",
+                remedy="ask for less, or raise memory.budget of the daemon",
+            ) from error
+        try:
+            arena_id, arena = await self._maker.make_whole(session.request.stack.identity.tenant, size)
+        except BaseException:
+            self.ledger.give(holder, size)
+            raise
+        session.whole[arena_id] = arena
+        rule = PoolRule(name, session.core.namespace.rules.pools[0].policy, 0, 1, -1, size, size)
+        made = PoolArena(arena_id, "whole", 0, 1, rule, arena)
+        return made.facts(), made.descriptors()
+
+    async def return_arena(self, session: Session, arena_id: int) -> None:
+        """Take back what `lease_arena` gave. Raises `RequestError`."""
+        arena = session.whole.pop(arena_id, None)
+        if not isinstance(arena, Arena):
+            raise RequestError("ARENA", f"arena {arena_id} is not leased by this session", field="arena_id")
+        for holder in self.ledger.holders():
+            if holder.name.startswith(f"session {session.session_id} arena ") and holder.bytes >= arena.size:
+                self.ledger.give(holder.name, arena.size)
+                break
+        await self._maker.release_raw([arena])
+        self._sync_idle_arenas()
+
+    # -------------------------------------------------------------- operators
+
+    def drain(self) -> int:
+        self.tier.draining = True
+        return self.tier.open_commits()
+
+    async def drained(self) -> None:
+        while self.tier.open_commits():  # noqa: ASYNC110 - the core has no event to wait for
+            await asyncio.sleep(0.01)
+
+    def evict(self, namespace: str, pool: str) -> int:
+        evicted = 0
+        for name, space in self._namespaces.items():
+            if namespace and not name.startswith(namespace):
+                continue
+            for rule, read in zip(space.core.rules.pools, space.core.pools, strict=True):
+                if not pool or rule.name == pool:
+                    evicted += read.drop_idle()
+        self.engine.settle()
+        return evicted
+
+    async def clear(self, namespace: str) -> tuple[int, int]:
+        resident = 0
+        space = self._namespaces.get(namespace)
+        if space is not None:
+            for beliefs, read in zip(space.core.beliefs, space.core.pools, strict=True):
+                resident += read.drop(list(read.index))
+                beliefs.clear()
+        stored = await self._store.clear(namespace) if self._store is not None else 0
+        return resident, stored
+
+    def facts(self) -> TierFacts:
+        now = self.engine.now()
+        counters = dict(self.tier.counters)
+        counters["daemon_copies", ""] = self.engine.daemon_copies
+        counters["single_flight_joins", ""] = sum(s.core.loads.single_flight_joins for s in self._namespaces.values())
+        counters["evictions", ""] = sum(p.evictions for s in self._namespaces.values() for p in s.core.pools)
+        waiting = self.tier.drains.waiting
+        problems = (f"{waiting} commits cannot be stored and are being retried",) if waiting else ()
+        return TierFacts(
+            self.options.budget_bytes,
+            self.ledger.taken,
+            tuple(self._session_facts(s, now) for s in self._sessions.values()),
+            tuple(self._pool_facts()),
+            counters,
+            waiting,
+            problems,
+        )
+
+    def _session_facts(self, session: Session, now: float) -> SessionFacts:
+        core, request = session.core, session.request
+        return SessionFacts(
+            core.session,
+            request.client,
+            request.worker,
+            request.pid,
+            core.namespace.name,
+            request.stack.identity.model,
+            core.mode.value,
+            session.grant.path.value,
+            core.state.value,
+            session.grant.session_bytes,
+            len(core.commits),
+            core.read_leases,
+            now - session.opened_at,
+        )
+
+    def _pool_facts(self) -> list[PoolFacts]:
+        out = []
+        for name, space in self._namespaces.items():
+            for arena, read in zip(space.arenas, space.core.pools, strict=True):
+                states = read.table.by_state()
+                out.append(_facts_of(name, arena, 0, read.size, states, read.reserve))
+        for session in self._sessions.values():
+            write = self.engine.write_arenas[session.session_id]
+            for arena, pool in zip(write, session.core.write, strict=True):
+                states = pool.table.by_state()
+                name = session.core.namespace.name
+                out.append(_facts_of(name, arena, session.session_id, pool.table.size, states, 0))
+        return out
+
+    async def close(self) -> None:
+        for session_id in list(self._sessions):
+            self.end(session_id, "the daemon stops")
+        await self.engine.idle()
+        for name in list(self._namespaces):
+            await self._close_namespace(name)
+        await asyncio.get_running_loop().run_in_executor(self.executor, self._arena_pool.close)
+
+
+def _facts_of(
+    namespace: str, arena: PoolArena, session: int, slots: int, states: dict[str, int], reserve: int
+) -> PoolFacts:
+    pin: PinFacts = arena.pin()
+    return PoolFacts(namespace, arena.rule.name, arena.kind, session, arena.rule.stride, slots, states, reserve, pin)
+
+
+def _in_stack_order(stack: Stack, grant: Grant) -> list[PoolGrant]:
+    """Return one grant a pool of the stack; a pool that stays on the device has no slots."""
+    by_name = {g.pool: g for g in grant.pools}
+    return [by_name.get(p.name) or PoolGrant(p.name, p.stride, 0, 0) for p in stack.pools]
+
+
+def _read_pool(grant: PoolGrant, rule: PoolRule, mode: Mode) -> ReadPool:
+    cache = mode is Mode.CACHE
+    # Loads leave room for one write span, so that a flood of them cannot stop publishing; in buffer_only nothing is published.
+    span = min(grant.reserve_slots or 1, max(0, grant.read_slots - grant.reserve_slots)) if cache else 0
+    return ReadPool(grant.read_slots, reserve=grant.reserve_slots, write_span=span, keep=cache)

@@ -1,0 +1,479 @@
+"""An open session: requests of the wire as events of the core, and the core's results as messages of the wire."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hoststage.core import effects as fx
+from hoststage.core.findings import Grant, Verdict
+from hoststage.core.prefix import restorable
+from hoststage.core.sessions import SessionCore, SessionState, SpanPart
+from hoststage.core.slots import SlotError
+from hoststage.core.stack import MAX_KEY_BYTES
+from hoststage.server.contract import (
+    ArenaDescriptor,
+    ArenaFacts,
+    HoldKey,
+    Port,
+    Reply,
+    RequestError,
+    RestoredHold,
+    SessionRequest,
+)
+from hoststage.server.staging.arenas import PoolArena
+from hoststage.shm.copy import address_of, copy_bytes
+from hoststage.v1 import ops
+
+if TYPE_CHECKING:
+    from hoststage.server.staging.service import Service
+
+InlineReply = Callable[[ops.LoadReady, list[list[memoryview]]], None]
+
+
+@dataclass(slots=True)
+class _InlineLoad:
+    reply: InlineReply
+    key_count: int
+
+
+class Session:
+    """Implements `hoststage.server.contract.LiveSession`."""
+
+    def __init__(
+        self,
+        service: Service,
+        core: SessionCore,
+        request: SessionRequest,
+        verdict: Verdict,
+        port: Port,
+        write: list[PoolArena],
+        read: list[PoolArena],
+        opened_at: float,
+    ) -> None:
+        assert verdict.grant is not None
+        self.core = core
+        self.request = request
+        self.opened_at = opened_at
+        self.whole: dict[int, object] = {}
+        self._grant = verdict.grant
+        self._verdict = verdict
+        self._service = service
+        self._engine = service.engine
+        self._tier = service.tier
+        self._port = port
+        self._write = write
+        self._read = read
+        self._reserving: dict[int, Reply] = {}
+        self._inline: dict[int, _InlineLoad] = {}
+
+    # -------------------------------------------------------------- facts
+
+    @property
+    def session_id(self) -> int:
+        return self.core.session
+
+    @property
+    def grant(self) -> Grant:
+        return self._grant
+
+    @property
+    def verdict(self) -> Verdict:
+        return self._verdict
+
+    @property
+    def arenas(self) -> Sequence[ArenaFacts]:
+        return [a.facts() for a in (*self._write, *self._read)]
+
+    def descriptors(self) -> list[ArenaDescriptor]:
+        return [d for a in (*self._write, *self._read) for d in a.descriptors()]
+
+    # -------------------------------------------------------------- requests
+
+    def submit(self, op: ops.HotRequest, request_id: int, reply: Reply) -> None:
+        self._check_active()
+        try:
+            match op:
+                case ops.Lookup():
+                    self._lookup(op, reply)
+                case ops.Load():
+                    self._load(op, reply)
+                case ops.Release():
+                    self._tier.release(self.core, op.load_ids, op.pins)
+                case ops.Commit():
+                    self._commit(op, request_id, reply)
+                case ops.Reserve():
+                    self._reserve(op, request_id, reply)
+        except SlotError as error:
+            raise RequestError(
+                "STALE_SLOT",
+                f"session {self.session_id}: {error}",
+                code="FAILED_PRECONDITION",
+                field="slots",
+                remedy="reserve anew; after a reconnect, slots of the earlier session are void",
+            ) from error
+        finally:
+            self._engine.settle()
+
+    def _check_active(self) -> None:
+        if self.core.state is not SessionState.ACTIVE:
+            raise RequestError(
+                "SESSION_OVER",
+                f"session {self.session_id} is {self.core.state.value}",
+                code="FAILED_PRECONDITION",
+                remedy="open a new session",
+            )
+
+    def _keys(self, span: ops.Span) -> list[bytes]:
+        """Return the keys of a span that is well formed. Raises `RequestError`."""
+        size, limit = span.key_bytes, self._tier.limits.max_span_keys
+        if not 1 <= size <= MAX_KEY_BYTES:
+            raise RequestError("KEY_SIZE", f"key_bytes is {size}, must be 1 to {MAX_KEY_BYTES}", field="span.key_bytes")
+        if len(span.keys) % size:
+            raise RequestError(
+                "KEY_SIZE", f"{len(span.keys)} bytes of keys are no multiple of key_bytes {size}", field="span.keys"
+            )
+        if len(span.keys) // size > limit:
+            raise RequestError(
+                "SPAN_TOO_LONG",
+                f"{len(span.keys) // size} keys, at most {limit} are allowed",
+                code="RESOURCE_EXHAUSTED",
+                field="span.keys",
+                remedy="split the span",
+            )
+        keys = span.split()
+        if len(keys) > 1 and len(set(keys)) != len(keys):
+            raise RequestError("DUPLICATE_KEY", "a key stands twice in the span", field="span.keys")
+        return keys
+
+    def _parts(self, span: ops.Span, keys: list[bytes], slots: Sequence[ops.PoolSlots] | None = None) -> list[SpanPart]:
+        """Return the ranges of a span as the core wants them. Raises `RequestError`."""
+        pools, n = len(self._write), len(keys)
+        if slots is not None and len(slots) != len(span.ranges):
+            raise RequestError("RANGES", f"{len(slots)} lists of slots for {len(span.ranges)} ranges", field="slots")
+        seen: set[int] = set()
+        parts = []
+        for i, r in enumerate(span.ranges):
+            if r.pool >= pools:
+                raise RequestError("RANGES", f"pool {r.pool}: the stack has {pools}", field=f"span.ranges[{i}].pool")
+            if r.pool in seen:
+                raise RequestError("RANGES", f"pool {r.pool} has two ranges", field=f"span.ranges[{i}].pool")
+            seen.add(r.pool)
+            if n and r.first + r.count > n:
+                raise RequestError(
+                    "RANGES", f"keys [{r.first}, {r.first + r.count}) of {n}", field=f"span.ranges[{i}].count"
+                )
+            part = SpanPart(r.pool, r.first, r.count, keys[r.first : r.first + r.count] if n else ())
+            if slots is not None:
+                if slots[i].pool != r.pool or len(slots[i].slots) != r.count:
+                    raise RequestError(
+                        "RANGES",
+                        f"pool {slots[i].pool} with {len(slots[i].slots)} slots for range {r}",
+                        field=f"slots[{i}]",
+                    )
+                part.slots = slots[i].slots.astype(np.uint32, copy=False)
+                part.generations = slots[i].generations.astype(np.uint32, copy=False)
+            parts.append(part)
+        return parts
+
+    # -------------------------------------------------------------- writing
+
+    def _reserve(self, op: ops.Reserve, request_id: int, reply: Reply) -> None:
+        keys = self._keys(op.span) if op.span.keys else []
+        parts = self._parts(op.span, keys)
+        if not keys:
+            ahead = self._tier.limits.max_credits
+            if any(p.count > ahead for p in parts):
+                raise RequestError(
+                    "CREDITS", f"at most {ahead} slots a pool may be granted ahead", code="RESOURCE_EXHAUSTED"
+                )
+        parent = op.span.parent
+        if parent and not self.core.namespace.covered(parent):
+            self._engine.spawn(self._reserve_with_parent(op, parts, request_id, reply))
+            return
+        self._reserve_now(op, parts, request_id, reply)
+
+    async def _reserve_with_parent(self, op: ops.Reserve, parts: list[SpanPart], request_id: int, reply: Reply) -> None:
+        """The parent is not known here: the store may have it all the same."""
+        await self._believe_parent(op.span.parent)
+        if self.core.state is SessionState.ACTIVE:
+            self._reserve_now(op, parts, request_id, reply)
+            self._engine.settle()
+
+    async def _believe_parent(self, parent: bytes) -> None:
+        space = self.core.namespace
+        if self._engine.store is not None:
+            anchor = space.rules.anchor
+            [found] = await self._engine.store.exists(space.name, space.rules.pools[anchor].name, [parent])
+            if found is not None:
+                space.beliefs[anchor].add((parent,))
+
+    def _reserve_now(self, op: ops.Reserve, parts: list[SpanPart], request_id: int, reply: Reply) -> None:
+        result = self._tier.reserve(self.core, parts, op.span.parent, request_id, op.wait_ms / 1000, self._engine.now())
+        if result is None:
+            self._reserving[request_id] = reply
+        else:
+            reply(_reserve_reply(result))
+
+    def reserve_ended(self, ended: fx.ReserveEnded) -> None:
+        reply = self._reserving.pop(ended.request_id, None)
+        if reply is not None:
+            reply(_reserve_reply(ended.result))
+
+    def _commit(self, op: ops.Commit, request_id: int, reply: Reply) -> None:
+        keys = self._keys(op.span)
+        parts = self._parts(op.span, keys, op.slots)
+        if not keys:
+            raise RequestError("RANGES", "a commit names no keys", field="span.keys")
+        if op.span.parent and not self.core.namespace.covered(op.span.parent):
+            self._engine.spawn(self._commit_with_parent(op, parts, request_id, reply))
+            return
+        reply(self._commit_now(parts, op.span.parent, request_id))
+
+    async def _commit_with_parent(self, op: ops.Commit, parts: list[SpanPart], request_id: int, reply: Reply) -> None:
+        await self._believe_parent(op.span.parent)
+        if self.core.state is SessionState.ACTIVE:
+            try:
+                answer = self._commit_now(parts, op.span.parent, request_id)
+            except SlotError as error:
+                answer = ops.CommitReply(ops.Outcome.CANCELLED, detail=f"slots changed meanwhile: {error}")
+            reply(answer)
+            self._engine.settle()
+
+    def _commit_now(self, parts: list[SpanPart], parent: bytes, request_id: int) -> ops.CommitReply:
+        result = self._tier.commit(self.core, parts, parent, request_id, self._engine.now())
+        return ops.CommitReply(
+            ops.Outcome(result.outcome), result.commit_id, _pool_slots(result.credits), result.detail
+        )
+
+    def commit_ended(self, ended: fx.CommitEnded) -> None:
+        self._port.push(
+            ops.Stored(ended.commit_id, ended.request_id, ops.Outcome(ended.outcome), ended.pages, ended.detail)
+        )
+
+    def abort(self, slots: Sequence[ops.PoolSlots]) -> None:
+        self._check_active()
+        parts = []
+        for i, entry in enumerate(slots):
+            if entry.pool >= len(self._write):
+                raise RequestError("RANGES", f"pool {entry.pool} is not in the stack", field=f"slots[{i}].pool")
+            parts.append(SpanPart(entry.pool, 0, len(entry.slots), (), entry.slots, entry.generations))
+        try:
+            self._tier.abort(self.core, parts)
+        except SlotError as error:
+            raise RequestError("STALE_SLOT", str(error), code="FAILED_PRECONDITION", field="slots") from error
+        finally:
+            self._engine.settle()
+
+    # -------------------------------------------------------------- reading
+
+    def _lookup(self, op: ops.Lookup, reply: Reply) -> None:
+        keys = self._keys(op.span)
+        present = self._tier.presence(self.core.namespace, keys)
+        if self._engine.store is None or all(page is not None for pool in present for page in pool):
+            reply(self._lookup_reply(op, keys, present))
+            return
+        self._engine.spawn(self._lookup_in_store(op, keys, present, reply))
+
+    async def _lookup_in_store(
+        self, op: ops.Lookup, keys: list[bytes], present: list[list[bytes | None]], reply: Reply
+    ) -> None:
+        store, space = self._engine.store, self.core.namespace
+        assert store is not None
+        end = len(keys)
+        order = sorted(range(len(present)), key=lambda i: i != space.rules.anchor)
+        for place in order:
+            rule, pages = space.rules.pools[place], present[place]
+            missing = [i for i in range(end) if pages[i] is None]
+            if missing:
+                found = await store.exists(space.name, rule.name, [keys[i] for i in missing])
+                for i, commit_id in zip(missing, found, strict=True):
+                    pages[i] = commit_id
+            if place == space.rules.anchor and rule.needed(end) == (0, end):
+                # Beyond the anchor's first gap nothing can be restored: no need to ask further.
+                end = next((i for i in range(end) if pages[i] is None), end)
+        if self.core.state is SessionState.ACTIVE:
+            reply(self._lookup_reply(op, keys[:end], [pages[:end] for pages in present]))
+            self._engine.settle()
+
+    def _lookup_reply(
+        self, op: ops.Lookup, keys: list[bytes], present: Sequence[Sequence[bytes | None]]
+    ) -> ops.LookupReply:
+        runs = restorable(self.core.namespace.rules, present)
+        self._tier.counters["lookup", "hit" if runs else "miss"] += 1
+        if not runs or not op.pin_ms:
+            return ops.LookupReply(tuple(runs))
+        until = self._engine.now() + min(op.pin_ms / 1000, self._tier.limits.max_pin_seconds)
+        longest = [(runs[-1][1], runs[-1][1])]
+        for answer in (runs, longest):
+            pin = self._tier.pin(self.core, keys, answer, until)
+            if pin:
+                return ops.LookupReply(tuple(answer), pin)
+        return ops.LookupReply(tuple(runs))
+
+    def _load(self, op: ops.Load, reply: Reply) -> None:
+        load_id, result = self._begin(op)
+        if result is None:
+            reply(ops.LoadReply(ops.Outcome.PENDING, load_id))
+        else:
+            slots, ranges = _pool_slots(result.parts), _ranges(result.parts)
+            reply(ops.LoadReply(ops.Outcome(result.outcome), load_id, result.prefix, ranges, slots, result.detail))
+
+    def _begin(self, op: ops.Load) -> tuple[int, fx.LoadResult | None]:
+        keys = self._keys(op.span)
+        if not 1 <= op.prefix <= len(keys):
+            raise RequestError("RANGES", f"prefix is {op.prefix} for {len(keys)} keys", field="prefix")
+        needs = None
+        if op.span.ranges:
+            parts = self._parts(op.span, keys)
+            needs = [(p.pool, p.first, min(p.count, max(0, op.prefix - p.first))) for p in parts]
+        limits = self._tier.limits
+        wait = op.deadline_ms / 1000 if op.deadline_ms else limits.load_deadline
+        return self._tier.load(
+            self.core,
+            keys,
+            op.prefix,
+            needs=needs,
+            pin=op.pin,
+            deadline=self._engine.now() + wait,
+            accept_shorter=op.accept_shorter,
+        )
+
+    def load_result(self, result: fx.LoadResult) -> None:
+        message = ops.LoadReady(
+            result.load_id,
+            ops.Outcome(result.outcome),
+            result.last,
+            result.prefix,
+            _ranges(result.parts),
+            _pool_slots(result.parts),
+            result.detail,
+        )
+        inline = self._inline.get(result.load_id)
+        if inline is None:
+            self._port.push(message)
+        else:
+            self._inline_group(inline, message)
+
+    def cancel_load(self, load_id: int) -> None:
+        self._tier.cancel(self.core, load_id)
+        self._engine.settle()
+
+    def revoke_ack(self, revocation: int) -> None:
+        self._service.revoked(self, revocation)
+
+    # -------------------------------------------------------------- inline payload
+
+    def inline_load(self, op: ops.Load, reply: InlineReply) -> None:
+        self._check_active()
+        load_id, result = self._begin(op)
+        inline = _InlineLoad(reply, len(op.span))
+        self._inline[load_id] = inline
+        if result is not None:
+            self.load_result(result)
+        self._engine.settle()
+
+    def _inline_group(self, inline: _InlineLoad, message: ops.LoadReady) -> None:
+        pages = [[self._read[entry.pool].view(slot) for slot in entry.slots.tolist()] for entry in message.slots]
+        try:
+            inline.reply(message, pages)
+        finally:
+            if message.last:
+                self._inline.pop(message.load_id, None)
+                self._tier.release(self.core, (message.load_id,))
+
+    def inline_store(
+        self, span: ops.Span, pages: Sequence[Sequence[bytes]], request_id: int, wait_ms: int, reply: Reply
+    ) -> None:
+        self._check_active()
+        keys = self._keys(span)
+        parts = self._parts(span, keys)
+        for i, (part, given) in enumerate(zip(parts, pages, strict=False)):
+            want = self._write[part.pool].rule.page_bytes
+            wrong = next((len(p) for p in given if len(p) != want), None)
+            if len(given) != part.count or wrong is not None:
+                raise RequestError(
+                    "PAGE_SIZE",
+                    f"range {i}: {len(given)} pages for {part.count}, of {wrong or want} bytes; pages of this pool have {want}",
+                    field=f"pages[{i}]",
+                )
+        if len(pages) != len(parts):
+            raise RequestError("RANGES", f"{len(pages)} lists of pages for {len(parts)} ranges", field="pages")
+
+        def reserved(answer: ops.HotReply) -> None:
+            assert isinstance(answer, ops.ReserveReply)
+            if answer.outcome is not ops.Outcome.ACCEPTED:
+                reply(ops.CommitReply(answer.outcome, detail=answer.detail))
+                return
+            self._engine.spawn(self._inline_copy(span, pages, answer.slots, request_id, reply))
+
+        self.submit(ops.Reserve(span, wait_ms), request_id, reserved)
+
+    async def _inline_copy(
+        self,
+        span: ops.Span,
+        pages: Sequence[Sequence[bytes]],
+        slots: tuple[ops.PoolSlots, ...],
+        request_id: int,
+        reply: Reply,
+    ) -> None:
+        todo = []
+        for entry, given in zip(slots, pages, strict=True):
+            arena = self._write[entry.pool]
+            todo += [
+                (arena.address(slot), page)
+                for slot, page in zip(entry.slots.tolist(), given, strict=True)
+                if slot != ops.NO_SLOT
+            ]
+        await asyncio.get_running_loop().run_in_executor(self._service.executor, _copy_in, todo)
+        if self.core.state is SessionState.ACTIVE:
+            try:
+                self.submit(ops.Commit(span, slots), request_id, reply)
+            except RequestError as error:
+                reply(ops.CommitReply(ops.Outcome.CANCELLED, detail=str(error)))
+
+    # -------------------------------------------------------------- holds and memory beyond the grant
+
+    async def hold(self, key: HoldKey, ranges: Sequence[ops.PoolRange], durable: bool, ttl_ms: int) -> ops.ReserveReply:
+        self._check_active()
+        return self._service.holds.hold(self.core, key, ranges, durable, self._grant)
+
+    async def seal_hold(self, key: HoldKey, note: bytes) -> None:
+        self._check_active()
+        self._service.holds.seal(self.core, key, note)
+
+    async def restore(self, key: HoldKey) -> RestoredHold:
+        self._check_active()
+        return self._service.holds.restore(self.core, key)
+
+    async def discard(self, key: HoldKey) -> None:
+        self._check_active()
+        self._service.holds.discard(self.core, key)
+
+    async def lease_arena(self, name: str, size: int) -> tuple[ArenaFacts, list[ArenaDescriptor]]:
+        self._check_active()
+        return await self._service.lease_arena(self, name, size)
+
+    async def return_arena(self, arena_id: int) -> None:
+        await self._service.return_arena(self, arena_id)
+
+
+def _copy_in(todo: Sequence[tuple[int, bytes]]) -> None:
+    for address, page in todo:
+        copy_bytes(address, address_of(page).address, len(page))
+
+
+def _pool_slots(parts: Sequence[fx.PartSlots]) -> tuple[ops.PoolSlots, ...]:
+    return tuple(ops.PoolSlots(p.pool, p.slots, p.generations) for p in parts)
+
+
+def _ranges(parts: Sequence[fx.PartSlots]) -> tuple[ops.PoolRange, ...]:
+    return tuple(ops.PoolRange(p.pool, p.first, len(p.slots)) for p in parts)
+
+
+def _reserve_reply(result: fx.ReserveResult) -> ops.ReserveReply:
+    return ops.ReserveReply(ops.Outcome(result.outcome), _pool_slots(result.parts), result.detail)

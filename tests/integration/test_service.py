@@ -1,0 +1,185 @@
+"""The tier as a service, with real arenas and threads and a store in memory: pages go in and come back whole."""
+
+import asyncio
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+
+from hoststage.core.stack import HitPolicy, Identity, Mode, ModeWish, Pool, PoolKind, Stack
+from hoststage.server.contract import Refusal, RequestError, SessionRequest
+from hoststage.server.memory.arena import MemoryPolicy
+from hoststage.server.memory.pool import ArenaPool
+from hoststage.server.staging.service import Service, ServiceOptions
+from hoststage.server.store.memory import MemoryStore
+from hoststage.v1 import ops
+
+PAGE = 10_000
+
+
+@dataclass
+class Inbox:
+    """A port that keeps what it is told."""
+
+    messages: list = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def push(self, message):
+        self.messages.append(message)
+        self.changed.set()
+        return True
+
+    async def wait_for(self, kind, where=lambda m: True):
+        async with asyncio.timeout(10):
+            while True:
+                for m in self.messages:
+                    if isinstance(m, kind) and where(m):
+                        return m
+                self.changed.clear()
+                await self.changed.wait()
+
+
+def stack(mode=Mode.BUFFER_ONLY, *, swa=False, slots=64, model="m"):
+    pools = [Pool("kv", PoolKind.KV, PAGE, 16, host_slots=slots)]
+    if swa:
+        pools.append(
+            Pool(
+                "swa",
+                PoolKind.SWA,
+                5000,
+                16,
+                sliding_window=64,
+                hit_policy=HitPolicy.TRAILING_PAGES,
+                host_slots=slots,
+            )
+        )
+    return Stack(Identity(model), tuple(pools), modes=(ModeWish(mode, True),))
+
+
+@pytest.fixture
+async def service():
+    executor = ThreadPoolExecutor(4)
+    pool = ArenaPool(MemoryPolicy(lock=False))
+    made = Service(ServiceOptions(64 << 20), MemoryStore(), pool, executor)
+    ticking = asyncio.create_task(made.engine.ticking())
+    yield made
+    await made.close()
+    ticking.cancel()
+    executor.shutdown()
+
+
+async def ask(session, op, request_id=7):
+    answer = asyncio.get_running_loop().create_future()
+    session.submit(op, request_id, answer.set_result)
+    async with asyncio.timeout(10):
+        return await answer
+
+
+def keys_of(n, seed=b""):
+    return b"".join(hashlib.sha256(seed + bytes([i])).digest() for i in range(n))
+
+
+def span(keys, *ranges, parent=b""):
+    return ops.Span(keys, 32, tuple(ops.PoolRange(*r) for r in ranges), parent)
+
+
+async def store(session, keys, pages, *ranges):
+    """Reserve, copy and commit; return the commit's reply."""
+    granted = await ask(session, ops.Reserve(span(keys, *ranges)))
+    assert granted.outcome is ops.Outcome.ACCEPTED, granted
+    for (pool, first, count), entry in zip(ranges, granted.slots, strict=True):
+        for i, slot in enumerate(entry.slots.tolist()):
+            session._write[pool].view(slot)[:] = pages[pool][i]
+        assert count == len(entry.slots)
+        assert first >= 0
+    return await ask(session, ops.Commit(span(keys, *ranges), granted.slots))
+
+
+def read(session, reply):
+    return {
+        entry.pool: [bytes(session._read[entry.pool].view(s)) for s in entry.slots.tolist()] for entry in reply.slots
+    }
+
+
+@pytest.mark.parametrize("mode", [Mode.BUFFER_ONLY, Mode.CACHE])
+async def test_what_one_session_stores_another_loads(service, mode):
+    inbox = Inbox()
+    writer = await service.open(SessionRequest(stack(mode, swa=True)), inbox)
+    keys = keys_of(8)
+    pages = {0: [os.urandom(PAGE) for _ in range(8)], 1: [os.urandom(5000) for _ in range(4)]}
+    reply = await store(writer, keys, pages, (0, 0, 8), (1, 4, 4))
+    assert reply.outcome is ops.Outcome.ACCEPTED
+    stored = await inbox.wait_for(ops.Stored)
+    assert (stored.outcome, stored.pages, stored.commit_id) == (ops.Outcome.STORED, 12, reply.commit_id)
+    service.end(writer.session_id, "bye")
+
+    inbox = Inbox()
+    reader = await service.open(SessionRequest(stack(mode, swa=True)), inbox)
+    found = await ask(reader, ops.Lookup(span(keys), pin_ms=5000))
+    assert found.runs == ((8, 8),)
+    assert found.pin
+    got = await ask(reader, ops.Load(span(keys), 8, pin=found.pin))
+    if got.outcome is ops.Outcome.PENDING:
+        got = await inbox.wait_for(ops.LoadReady, lambda m: m.last)
+    assert (got.outcome, got.prefix) == (ops.Outcome.READY, 8)
+    assert read(reader, got) == pages
+    reader.submit(ops.Release((got.load_id,)), 0, lambda _: None)
+    assert service.facts().sessions[0].read_leases == 0
+
+
+async def test_a_session_that_ends_leaves_every_write_slot_and_byte_free(service):
+    before = service.ledger.free
+    session = await service.open(SessionRequest(stack()), Inbox())
+    await ask(session, ops.Reserve(span(b"", (0, 0, 5))))
+    service.quarantine(session.session_id, "its connection broke")
+    [facts] = [p for p in service.facts().pools if p.session]
+    assert facts.by_state["quarantined"] == 5
+    service.end(session.session_id, "its process died")
+    await service.engine.idle()
+    assert service.facts().sessions == ()
+    reclaimable = sum(h.bytes for h in service.ledger.holders() if h.reclaimable)
+    assert service.ledger.free + reclaimable == before
+
+
+async def test_a_stale_generation_is_refused_and_nothing_changes(service):
+    session = await service.open(SessionRequest(stack()), Inbox())
+    granted = await ask(session, ops.Reserve(span(b"", (0, 0, 1))))
+    session.abort(granted.slots)
+    with pytest.raises(RequestError) as caught:
+        await ask(session, ops.Commit(span(keys_of(1), (0, 0, 1)), granted.slots))
+    assert caught.value.reason == "STALE_SLOT"
+
+
+async def test_pages_cross_inline_in_both_directions(service):
+    session = await service.open(SessionRequest(stack(Mode.CACHE)), Inbox())
+    keys = keys_of(3)
+    pages = [os.urandom(PAGE) for _ in range(3)]
+    answer = asyncio.get_running_loop().create_future()
+    session.inline_store(span(keys, (0, 0, 3)), [pages], 1, 0, answer.set_result)
+    assert (await answer).outcome is ops.Outcome.ACCEPTED
+    await session._port.wait_for(ops.Stored)
+    got, done = [], asyncio.Event()
+
+    def group(message, views):
+        got.extend(bytes(v) for pool in views for v in pool)
+        if message.last:
+            assert message.outcome is ops.Outcome.READY
+            done.set()
+
+    session.inline_load(ops.Load(span(keys), 3), group)
+    async with asyncio.timeout(10):
+        await done.wait()
+    assert got == pages
+    assert service.facts().sessions[0].read_leases == 0
+
+
+async def test_of_two_clients_racing_for_the_last_bytes_exactly_one_gets_them(service):
+    service.ledger.budget = 3 << 20
+    service.options = ServiceOptions(3 << 20)
+    asks = [service.open(SessionRequest(stack(model=f"m{i}", slots=160)), Inbox()) for i in range(2)]
+    results = await asyncio.gather(*asks, return_exceptions=True)
+    refused = [r for r in results if isinstance(r, Refusal)]
+    assert len(refused) == 1, results
+    assert any(f.rule == "BUDGET" for f in refused[0].verdict.findings)
