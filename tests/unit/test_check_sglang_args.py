@@ -126,3 +126,20 @@ def test_modes_of_the_operator_win_over_the_flag() -> None:
     modes = (ModeWish(Mode.CACHE), ModeWish(Mode.BUFFER_ONLY))
     flags = read_command(["--hicache-host-memory-mode", "buffer_only"])
     assert wishes(flags, modes=modes, window_only=False).modes == modes
+
+
+@pytest.mark.parametrize(
+    ("flags", "page"),
+    [
+        ("", None),
+        ("--page-size 16", 16),
+        ("--attention-backend flashmla --page-size 16", 64),
+        ("--attention-backend trtllm_mla", 64),
+        ("--decode-attention-backend trtllm_mla --page-size 32", 32),
+        ("--prefill-attention-backend trtllm_mha --page-size 128", 128),
+        ("--prefill-attention-backend trtllm_mha --page-size 256", 64),
+        ("--attention-backend fa3 --page-size 1", 1),
+    ],
+)
+def test_attention_backends_have_pages_of_their_own(flags: str, page: int | None) -> None:
+    assert read_command(shlex.split(flags)).backend_page_size == page

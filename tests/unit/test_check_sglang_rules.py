@@ -135,3 +135,10 @@ def test_options_alone_bring_no_rules_of_an_engine() -> None:
 
 def test_every_check_has_a_line_that_says_what_it_demands() -> None:
     assert all(check.__doc__ for check in CHECKS)
+
+
+def test_a_page_that_the_backend_changes_is_said_and_used() -> None:
+    command = tuple(shlex.split(f"{BUFFER} --attention-backend trtllm_mha --page-size 256"))
+    subject = resolve(Request(preset="llama-3.1-8b", command=command))
+    assert subject.stacks[0].pools[0].page_tokens == 64
+    assert "SGLANG_PAGE_SIZE" in {f.rule for f in subject.engine}

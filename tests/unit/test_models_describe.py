@@ -230,3 +230,27 @@ def test_an_unknown_preset_names_the_known_ones() -> None:
     with pytest.raises(UnknownPreset) as error:
         load_preset("../../etc/passwd")
     assert "llama-3.1-8b" in error.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        ({}, 61),
+        # Every fourth layer from the second on: 0, 1, 5, 9, …, 57 make 1 + 15, and layer 0 has its own too.
+        ({"index_topk_freq": 4}, 16),
+        # The first three layers, then every fourth: 0, 1, 2, 6, 10, …, 58: 2 + 15.
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, 17),
+        ({"index_topk_pattern": "FSS"}, 59),
+        ({"indexer_types": ["full", "shared"] * 30 + ["full"]}, 31),
+    ],
+)
+def test_layers_that_share_an_indexer_store_no_keys_of_their_own(fields: dict[str, object], layers: int) -> None:
+    described = describe({**preset("deepseek-v3.2"), **fields}, EngineSettings(page_tokens=64))
+    indexer = described.shards[0].stack.pool("indexer")
+    assert indexer is not None
+    assert (indexer.layers, indexer.page_bytes) == (layers, layers * 132 * 64)
+
+
+def test_pooled_index_keys_are_not_guessed() -> None:
+    with pytest.raises(BadField, match="index_kpool"):
+        describe({**preset("deepseek-v3.2"), "index_kpool": 4})

@@ -42,6 +42,9 @@ class SglangFlags:
     dcp_size: int = 1
     enable_dp_attention: bool = False
     page_size: int | None = None
+    attention_backend: str | None = None
+    decode_attention_backend: str | None = None
+    prefill_attention_backend: str | None = None
     kv_cache_dtype: str = "auto"
     swa_full_tokens_ratio: float | None = None
     max_total_tokens: int | None = None
@@ -76,6 +79,20 @@ class SglangFlags:
     unified_kv: bool = False
     given: frozenset[str] = frozenset()
     unread: tuple[str, ...] = ()
+
+    @property
+    def backend_page_size(self) -> int | None:
+        """Tokens of a page after the attention backend has had its say; None where nobody has."""
+        decoders = {self.attention_backend, self.decode_attention_backend}
+        every = decoders | {self.prefill_attention_backend}
+        size = self.page_size
+        if "flashmla" in decoders:
+            size = 64
+        if ("trtllm_mla" in decoders or "cutedsl_mla" in every) and size not in (32, 64):
+            size = 64
+        if "trtllm_mha" in every and size not in (16, 32, 64, 128):
+            size = 64
+        return 64 if "hpc_ops" in every else size
 
     @property
     def decode(self) -> bool:

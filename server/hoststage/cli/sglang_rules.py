@@ -327,6 +327,27 @@ def no_host_tier(flags: SglangFlags, stack: Stack) -> Iterator[Finding]:
         )
 
 
+def page_size(flags: SglangFlags, stack: Stack) -> Iterator[Finding]:
+    """Attention backends have pages of their own."""
+    resolved = flags.backend_page_size
+    if resolved is not None and resolved != flags.page_size:
+        asked = "its default" if flags.page_size is None else str(flags.page_size)
+        yield _notice(
+            "PAGE_SIZE",
+            "--page-size",
+            f"SGLang changes the page from {asked} to {resolved} tokens for the attention backend given.",
+            f"Give --page-size {resolved}.",
+            page_size=resolved,
+        )
+    if "fa4" in (flags.attention_backend, flags.decode_attention_backend, flags.prefill_attention_backend):
+        yield _notice(
+            "PAGE_SIZE",
+            "--page-size",
+            "On Blackwell, SGLang changes the page to 128 tokens for fa4 where the model is not MLA.",
+            "Give --page-size 128.",
+        )
+
+
 def speculative(flags: SglangFlags, stack: Stack) -> Iterator[Finding]:
     """Draft pools are not derived from the target's config."""
     if flags.speculative_algorithm not in (None, "NGRAM"):
@@ -366,6 +387,7 @@ CHECKS: tuple[Check, ...] = (
     compressed_size,
     lmcache,
     no_host_tier,
+    page_size,
     speculative,
     unread,
 )

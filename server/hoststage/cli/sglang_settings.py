@@ -39,7 +39,7 @@ def engine_settings(flags: SglangFlags, *, engine: Engine, kv_layout: KvLayout |
         attn_dp_size=attn_dp,
         attn_cp_size=flags.attn_cp_size,
         dcp_size=flags.dcp_size,
-        page_tokens=flags.page_size or 0,
+        page_tokens=(flags.backend_page_size if engine is Engine.SGLANG else flags.page_size) or 0,
         kv_dtype=flags.kv_cache_dtype,
         kv_layout=kv_layout,
         mem_layout=flags.hicache_mem_layout if engine is Engine.SGLANG and flags.host_tier else "",

@@ -97,6 +97,7 @@ def describe(
             kv_layout=settings.kv_layout,
             mem_layout=settings.mem_layout,
             window_pool=window_pool,
+            sparse=_sparse(shape),
         )
         pools = with_slots(describe_pools(stage), shape, settings, f)
         if not pools:
@@ -140,17 +141,14 @@ def _parallel(s: EngineSettings, pp_rank: int) -> Parallel:
 
 
 def _page_tokens(f: Fields, shape: ModelShape, s: EngineSettings) -> int:
-    if any(isinstance(layer, Compressed) for layer in shape.layers):
-        if s.engine is Engine.SGLANG and s.page_tokens not in (0, shape.page_tokens):
-            f.assume(
-                "page_size",
-                f"SGLang {SGLANG_RELEASE} sets {shape.page_tokens} tokens for this architecture, whatever the flag",
-            )
-            return shape.page_tokens
-        if s.page_tokens and s.page_tokens % 128:
-            raise ModelError(
-                "page_size", f"is {s.page_tokens}", "Give a multiple of 128, as the compressed regions ask"
-            )
+    if s.engine is Engine.SGLANG and shape.page_tokens and s.page_tokens not in (0, shape.page_tokens):
+        f.assume(
+            "page_size",
+            f"SGLang {SGLANG_RELEASE} sets {shape.page_tokens} tokens for this architecture on CUDA, whatever the flag",
+        )
+        return shape.page_tokens
+    if any(isinstance(layer, Compressed) for layer in shape.layers) and s.page_tokens % 128:
+        raise ModelError("page_size", f"is {s.page_tokens}", "Give a multiple of 128, as the compressed regions ask")
     if s.page_tokens:
         if s.page_tokens < 0:
             raise ModelError("page_size", f"is {s.page_tokens}", "Give at least one token")
@@ -169,12 +167,15 @@ def _page_tokens(f: Fields, shape: ModelShape, s: EngineSettings) -> int:
     return NEUTRAL_PAGE_TOKENS
 
 
+def _sparse(shape: ModelShape) -> bool:
+    return any(isinstance(layer, Latent) and layer.index_dim for layer in shape.layers)
+
+
 def _dtype(f: Fields, shape: ModelShape, s: EngineSettings) -> tuple[str, int]:
     if any(isinstance(layer, Compressed) for layer in shape.layers):
         return "deepseek_v4_packed", 1
-    sparse = any(isinstance(layer, Latent) and layer.index_dim for layer in shape.layers)
     name, element_bytes = kv_dtype(f, s.kv_dtype)
-    if sparse and s.kv_dtype in ("", "auto") and s.engine is Engine.SGLANG:
+    if _sparse(shape) and s.kv_dtype in ("", "auto") and s.engine is Engine.SGLANG:
         f.assume(
             "kv_cache_dtype",
             f"{name}; SGLang takes fp8_e4m3 for sparse attention on Blackwell",

@@ -145,9 +145,25 @@ def latent(f: Fields) -> ModelShape:
     index = f.integer("index_head_dim") if f.has("index_head_dim") else 0
     if not index and f.architecture in SPARSE_LATENT:
         raise MissingField("index_head_dim", f.architecture)
-    layer = Latent(f.integer("kv_lora_rank"), f.integer("qk_rope_head_dim"), index)
-    count = f.integer("num_hidden_layers")
-    return ModelShape((layer,) * count, max_positions(f), page_tokens=64 if index else 0)
+    rank, rope, count = f.integer("kv_lora_rank"), f.integer("qk_rope_head_dim"), f.integer("num_hidden_layers")
+    own = _index_layers(f, count) if index else [False] * count
+    layers = tuple(Latent(rank, rope, index if has else 0) for has in own)
+    return ModelShape(layers, max_positions(f), page_tokens=64 if index else 0)
+
+
+def _index_layers(f: Fields, count: int) -> list[bool]:
+    """Return which layers have an indexer of their own; the others reuse the choice of the one before and store no keys."""
+    if f.has("index_kpool") and f.integer("index_kpool") > 1:
+        raise BadField("index_kpool", f.integer("index_kpool"), "1: describe pooled index keys in a stack file")
+    if f.has("indexer_types"):
+        kinds = f.strings("indexer_types")
+        return [not (i < len(kinds) and kinds[i] == "shared") for i in range(count)]
+    if f.has("index_topk_pattern"):
+        pattern = f.text("index_topk_pattern")
+        return [not (i < len(pattern) and pattern[i] == "S") for i in range(count)]
+    every = f.integer("index_topk_freq") if f.has("index_topk_freq") else 1
+    offset = f.integer("index_skip_topk_offset") if f.has("index_skip_topk_offset") else 2
+    return [max(i - offset + 1, 0) % every == 0 for i in range(count)]
 
 
 def deepseek_v4(f: Fields) -> ModelShape:

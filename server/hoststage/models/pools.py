@@ -27,7 +27,7 @@ class Stage:
     """One pipeline stage: the layers it holds, and the settings that its pools depend on.
 
     element_bytes: bytes of one cached element. kv_ranks: ranks over which KV heads are divided. window_pool: whether
-    window layers have a pool of their own.
+    window layers have a pool of their own. sparse: whether latent attention is sparse, which gives its fp8 cache another row.
     """
 
     layers: tuple[Layer | None, ...]
@@ -38,6 +38,7 @@ class Stage:
     kv_layout: KvLayout
     mem_layout: str
     window_pool: bool
+    sparse: bool = False
 
 
 def heads_per_rank(kv_heads: int, ranks: int) -> int:
@@ -134,7 +135,8 @@ def latent_pools(stage: Stage, layers: list[Latent]) -> list[PoolDescription]:
     """Return the latent pool and, with sparse attention, the indexer's sidecar."""
     first = layers[0]
     width = first.rank + first.rope_dim
-    if first.index_dim and stage.element_bytes == 1:
+    indexed = [layer for layer in layers if layer.index_dim]
+    if stage.sparse and stage.element_bytes == 1:
         scales = ceil_div(first.rank, DSA_SCALE_GROUP) * 4
         per_layer = first.rank + scales + first.rope_dim * 2
         line = f"{first.rank} fp8 latent + {scales} scales + {first.rope_dim} rope × 2 bytes"
@@ -162,8 +164,8 @@ def latent_pools(stage: Stage, layers: list[Latent]) -> list[PoolDescription]:
             token,
         )
     ]
-    if first.index_dim:
-        pools.append(_indexer_pool(stage, len(layers), first.index_dim))
+    if indexed:
+        pools.append(_indexer_pool(stage, len(indexed), indexed[0].index_dim))
     return pools
 
 
