@@ -65,6 +65,8 @@ def test_a_switch_takes_no_value() -> None:
         (f"{LAUNCH} --page-size", "--page-size"),
         (f"{LAUNCH} --page-size --tp 2", "--page-size"),
         (f"{LAUNCH} --page-size many", "--page-size"),
+        (f"{LAUNCH} --page-size 0", "--page-size"),
+        (f"{LAUNCH} --tp -1", "--tp"),
         (f"{LAUNCH} --hicache-ratio=x", "--hicache-ratio"),
         (f"{LAUNCH} --hicache-host-memory-mode warm", "--hicache-host-memory-mode"),
         (f"{LAUNCH} --disaggregation-mode both", "--disaggregation-mode"),

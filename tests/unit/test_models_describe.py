@@ -254,3 +254,17 @@ def test_layers_that_share_an_indexer_store_no_keys_of_their_own(fields: dict[st
 def test_pooled_index_keys_are_not_guessed() -> None:
     with pytest.raises(BadField, match="index_kpool"):
         describe({**preset("deepseek-v3.2"), "index_kpool": 4})
+
+
+def test_a_stage_of_recurrent_layers_alone_spends_its_host_size_on_states() -> None:
+    # The first of 4 stages has layers 0 to 13, "M-M-M-MM-M-M-M": 8 states of 73,728 + 5,242,880 bytes each.
+    settings = EngineSettings(page_tokens=64, pp_size=4, host_gb=1.0)
+    (pool,) = describe(preset("nemotron-nano-9b-v2"), settings).shards[0].stack.pools
+    assert (pool.name, pool.page_bytes) == ("mamba", 8 * 5_316_608)
+    assert pool.host_slots == 10**9 // pool.page_bytes + 1
+
+
+def test_a_host_size_that_compressed_pools_cannot_use_is_said_to_be_unused() -> None:
+    described = describe(preset("deepseek-v4-flash"), EngineSettings(host_gb=8.0))
+    assert {p.host_slots for p in described.shards[0].stack.pools} == {0}
+    assert "hicache_size" in {a.subject for a in described.assumptions}

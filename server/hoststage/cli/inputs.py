@@ -81,7 +81,7 @@ class Subject:
 
 def parse_size(text: str) -> int:
     """Return bytes of a size such as `64GiB`, `512MiB`, `80GB` or `1073741824`. Raises `InputError`."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([KMGT]i?B?|B)?\s*", text, re.IGNORECASE)
     if match is None:
         raise InputError("budget", f"is {text!r}", "Give a size such as 64GiB, 512MiB or 80GB")
     unit = (match[2] or "b").lower()

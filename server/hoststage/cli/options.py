@@ -58,7 +58,7 @@ Store = Annotated[
     bool, typer.Option("--store/--no-store", help="Whether the daemon has a store.", rich_help_panel=NODE)
 ]
 Ranks = Annotated[
-    int, typer.Option(min=0, help="Processes on one node; 0 takes them from the sizes.", rich_help_panel=NODE)
+    int, typer.Option(min=0, max=4096, help="Processes on one node; 0 takes them from the sizes.", rich_help_panel=NODE)
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=OUTPUT)]
 

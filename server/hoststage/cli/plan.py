@@ -40,7 +40,7 @@ def plan(
     store: opt.Store = True,
     ranks: opt.Ranks = 0,
     engines: Annotated[
-        int, typer.Option(min=1, help="Engines of this model on one node.", rich_help_panel=opt.NODE)
+        int, typer.Option(min=1, max=4096, help="Engines of this model on one node.", rich_help_panel=opt.NODE)
     ] = 1,
     as_json: opt.AsJson = False,
     config_out: Annotated[

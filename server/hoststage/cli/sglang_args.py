@@ -142,7 +142,29 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "unified_cache_external_linker_backend": ("mooncake", "mori", "dynamic"),
 }
 
+POSITIVE = frozenset(
+    {
+        "nnodes",
+        "tp_size",
+        "pp_size",
+        "dp_size",
+        "attn_dp_size",
+        "attn_cp_size",
+        "dcp_size",
+        "page_size",
+        "max_total_tokens",
+        "context_length",
+        "max_mamba_cache_size",
+    }
+)
+"""Sizes that are at least one where they are given."""
+
 NOT_FLAGS = frozenset({"unified_kv", "given", "unread"})
+
+FLAG_NAMES: dict[str, str] = {
+    f"--{f.name.replace('_', '-')}": f.name for f in fields(SglangFlags) if f.name not in NOT_FLAGS
+} | ALIASES
+"""Every spelling that is read, and its field."""
 
 SWITCHES = frozenset({"--trust-remote-code", "--enable-metrics", "--log-requests", "--skip-server-warmup"})
 """Common flags without a value that say nothing about the cache; others are recognised by what follows them."""
@@ -183,8 +205,7 @@ def _unified_kv(before: list[str]) -> bool:
 
 
 def _read(tokens: list[str], *, unified_kv: bool) -> SglangFlags:
-    by_name = {f.name: f for f in fields(SglangFlags) if f.name not in NOT_FLAGS}
-    spelled = {f"--{name.replace('_', '-')}": name for name in by_name} | ALIASES
+    by_name = {f.name: f for f in fields(SglangFlags)}
     values: dict[str, Any] = {}
     unread: list[str] = []
     i = 0
@@ -196,7 +217,7 @@ def _read(tokens: list[str], *, unified_kv: bool) -> SglangFlags:
                 values["model_path"] = token
             continue
         flag, equals, inline = token.partition("=")
-        name = spelled.get(flag.replace("_", "-"))
+        name = FLAG_NAMES.get(flag.replace("_", "-"))
         switch = name is not None and isinstance(by_name[name].default, bool)
         if switch and not equals:
             values[str(name)] = True
@@ -230,6 +251,8 @@ def _parse(flag: str, name: str, annotation: str, value: str) -> object:
         parsed = parser(value)
     except ValueError as error:
         raise CommandLineError(flag, f"is {value!r}", f"Give {expected}") from error
+    if name in POSITIVE and parsed < 1:
+        raise CommandLineError(flag, f"is {value}", "Give at least 1")
     if name in CHOICES and parsed not in CHOICES[name]:
         raise CommandLineError(flag, f"is {value!r}", f"Give one of {', '.join(CHOICES[name])}")
     return parsed

@@ -360,7 +360,14 @@ def speculative(flags: SglangFlags, stack: Stack) -> Iterator[Finding]:
 
 
 def unread(flags: SglangFlags, stack: Stack) -> Iterator[Finding]:
-    """Flags that were not read."""
+    """Flags that were not read; those of a configuration file could matter."""
+    if "--config" in flags.unread:
+        yield _notice(
+            "CONFIG_FILE",
+            "--config",
+            "SGLang's own configuration file was not read, and what it sets is not part of this verdict.",
+            "Give its flags on the command line.",
+        )
     if flags.unread:
         names = ", ".join(dict.fromkeys(flags.unread))
         yield _notice("FLAGS_UNREAD", "command", f"Not read, since no rule here depends on them: {names}.", flags=names)

@@ -78,7 +78,8 @@ class _Sizes:
             if ratio is None:
                 ratio = 0.9
                 self.f.assume("mamba_full_memory_ratio", "0.9, SGLang's default", "--mamba-full-memory-ratio")
-            weights["mamba"] = ratio * sum(weights.values())
+            # A pipeline stage without attention layers has its states alone to spend the size on.
+            weights["mamba"] = ratio * sum(weights.values()) if has_kv else 1.0
         total = sum(weights.values())
         return {name: weight / total for name, weight in weights.items()}
 
@@ -117,8 +118,16 @@ class _Sizes:
         return slots, f"{size:.0f} bytes / {token} / {pool.page_tokens} + 1"
 
 
-def assume_unsized(settings: EngineSettings, f: Fields) -> None:
+def assume_unsized(settings: EngineSettings, shape: ModelShape, f: Fields) -> None:
     """List that host sizes are left to the daemon where the flags do not tell them."""
+    compressed = any(isinstance(layer, Compressed) for layer in shape.layers)
+    if settings.host_gb > 0 and compressed:
+        f.assume(
+            "hicache_size",
+            "not used: compressed pools are sized by ratio only, as in SGLang; the sizes are left to the daemon",
+            "--max-total-tokens with --hicache-ratio",
+        )
+        return
     if settings.host_gb > 0 or (settings.host_ratio is not None and settings.device_tokens > 0):
         return
     if settings.engine is Engine.SGLANG:

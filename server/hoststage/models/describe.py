@@ -115,7 +115,7 @@ def describe(
             requires_pinned=wishes.requires_pinned,
         )
         shards.append(Shard(stack, pools, pp_rank, first, end))
-    assume_unsized(settings, f)
+    assume_unsized(settings, shape, f)
     return ModelDescription(f.architecture, settings, tuple(shards), tuple(f.assumptions))
 
 
@@ -150,8 +150,6 @@ def _page_tokens(f: Fields, shape: ModelShape, s: EngineSettings) -> int:
     if any(isinstance(layer, Compressed) for layer in shape.layers) and s.page_tokens % 128:
         raise ModelError("page_size", f"is {s.page_tokens}", "Give a multiple of 128, as the compressed regions ask")
     if s.page_tokens:
-        if s.page_tokens < 0:
-            raise ModelError("page_size", f"is {s.page_tokens}", "Give at least one token")
         return s.page_tokens
     if shape.page_tokens:
         f.assume(

@@ -45,7 +45,7 @@ def layer_types(f: Fields) -> list[str] | None:
     if not f.has("layer_types"):
         return None
     types = f.strings("layer_types")
-    count = f.integer("num_hidden_layers")
+    count = f.layer_count()
     if len(types) < count:
         raise BadField("layer_types", f"a list of {len(types)}", f"one entry for each of {count} layers")
     return types[:count]
@@ -60,7 +60,7 @@ def _windowed(f: Fields, windows: list[bool], window: int, *, chunked: bool = Fa
 
 def dense(f: Fields) -> ModelShape:
     """Llama, Qwen 2 and 3, Mixtral and the like: full attention, or a window on all or some layers (Mistral, Qwen 2)."""
-    count = f.integer("num_hidden_layers")
+    count = f.layer_count()
     types = layer_types(f)
     if types is not None:
         windows = [kind == SLIDING for kind in types]
@@ -77,7 +77,7 @@ def dense(f: Fields) -> ModelShape:
 
 def gemma2(f: Fields) -> ModelShape:
     """Gemma 2: every other layer slides, beginning with the first."""
-    count = f.integer("num_hidden_layers")
+    count = f.layer_count()
     types = layer_types(f) or [SLIDING if i % 2 == 0 else FULL for i in range(count)]
     if not f.has("head_dim"):
         raise MissingField("head_dim", f.architecture)
@@ -86,7 +86,7 @@ def gemma2(f: Fields) -> ModelShape:
 
 def gemma3(f: Fields) -> ModelShape:
     """Gemma 3: five sliding layers to one full, by `layer_types` or by `sliding_window_pattern`."""
-    count = f.integer("num_hidden_layers")
+    count = f.layer_count()
     types = layer_types(f)
     if types is None:
         alias = "_sliding_window_pattern"
@@ -109,7 +109,7 @@ def _class_default(f: Fields, name: str, default: int) -> None:
 
 def gpt_oss(f: Fields) -> ModelShape:
     """gpt-oss: sliding and full layers alternate, beginning with a sliding one."""
-    count = f.integer("num_hidden_layers")
+    count = f.layer_count()
     types = layer_types(f)
     if types is None:
         types = [SLIDING if i % 2 == 0 else FULL for i in range(count)]
@@ -124,7 +124,7 @@ def gpt_oss(f: Fields) -> ModelShape:
 
 def llama4(f: Fields) -> ModelShape:
     """Llama 4: layers with rotary embeddings attend in chunks, those without attend to everything."""
-    count = f.integer("num_hidden_layers")
+    count = f.layer_count()
     types = layer_types(f)
     if types is not None:
         chunked = [t == CHUNKED for t in types]
@@ -145,7 +145,7 @@ def latent(f: Fields) -> ModelShape:
     index = f.integer("index_head_dim") if f.has("index_head_dim") else 0
     if not index and f.architecture in SPARSE_LATENT:
         raise MissingField("index_head_dim", f.architecture)
-    rank, rope, count = f.integer("kv_lora_rank"), f.integer("qk_rope_head_dim"), f.integer("num_hidden_layers")
+    rank, rope, count = f.integer("kv_lora_rank"), f.integer("qk_rope_head_dim"), f.layer_count()
     own = _index_layers(f, count) if index else [False] * count
     layers = tuple(Latent(rank, rope, index if has else 0) for has in own)
     return ModelShape(layers, max_positions(f), page_tokens=64 if index else 0)
@@ -168,7 +168,7 @@ def _index_layers(f: Fields, count: int) -> list[bool]:
 
 def deepseek_v4(f: Fields) -> ModelShape:
     """DeepSeek V4: a window on every layer, and compressed regions of 4 or 128 tokens on most."""
-    count = f.integer("num_hidden_layers")
+    count = f.layer_count()
     ratios = f.integers("compress_ratios")
     if len(ratios) < count:
         raise BadField("compress_ratios", f"a list of {len(ratios)}", f"one entry for each of {count} layers")

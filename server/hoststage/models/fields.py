@@ -10,6 +10,8 @@ from hoststage.models.errors import BadField, MissingField
 NESTED = ("text_config", "llm_config", "language_config")
 """Where multimodal configs keep the language model's own fields."""
 
+MOST_LAYERS = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
@@ -80,6 +82,13 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise BadField(name, value, f"an integer of at least {least}")
         return value
+
+    def layer_count(self) -> int:
+        """Return `num_hidden_layers`, which no real model has more than `MOST_LAYERS` of."""
+        count = self.integer("num_hidden_layers")
+        if count > MOST_LAYERS:
+            raise BadField("num_hidden_layers", count, f"at most {MOST_LAYERS}")
+        return count
 
     def flag(self, name: str) -> bool | None:
         """Return a boolean, or None where it is absent."""

@@ -34,7 +34,7 @@ def _attention(f: Fields) -> Attention:
 
 def gated_delta(f: Fields) -> ModelShape:
     """Qwen3-Next: gated delta-net layers, every fourth layer full attention."""
-    count = f.integer("num_hidden_layers")
+    count = f.layer_count()
     if f.has("layer_types"):
         types = f.strings("layer_types")
         if len(types) < count:

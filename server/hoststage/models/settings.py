@@ -19,6 +19,21 @@ class Engine(Enum):
 SGLANG_RELEASE = "0.5.23"
 """The release whose rules and layouts are followed."""
 
+MOST_RANKS = 4096
+MOST = 1 << 48
+
+FINITE = {
+    "page_tokens": "page_size",
+    "host_ratio": "hicache_ratio",
+    "host_gb": "hicache_size",
+    "device_tokens": "max_total_tokens",
+    "context_tokens": "context_length",
+    "state_slots": "max_mamba_cache_size",
+    "state_ratio": "mamba_full_memory_ratio",
+    "prefetch_threshold_tokens": "prefetch_threshold",
+}
+"""Settings that are sizes or ratios, and the flags that give them."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
@@ -55,8 +70,12 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "pp_size", "dp_size", "attn_dp_size", "attn_cp_size", "dcp_size"):
-            if getattr(self, name) < 1:
-                raise ModelError(name, f"is {getattr(self, name)}", "Give a size of at least 1")
+            if not 1 <= getattr(self, name) <= MOST_RANKS:
+                raise ModelError(name, f"is {getattr(self, name)}", f"Give a size of 1 to {MOST_RANKS}")
+        for name, flag in FINITE.items():
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < MOST:
+                raise ModelError(flag, f"is {value}", "Give a number that is not negative, and not absurd")
         if self.tp_size % (self.attn_dp_size * self.attn_cp_size):
             raise ModelError(
                 "tp_size",
