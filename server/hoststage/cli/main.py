@@ -24,6 +24,7 @@ class Entry(NamedTuple):
 
 
 COMMANDS: dict[str, Entry] = {
+    "serve": Entry("hoststage.cli.serve", "serve", "Run the daemon."),
     "check": Entry("hoststage.cli.check", "check", "Judge a model and an engine's flags before anything is launched."),
     "plan": Entry(
         "hoststage.cli.plan", "plan", "Show what a model needs from a node's host memory, with the arithmetic."

@@ -190,6 +190,13 @@ class LiveSession(Protocol):
     @property
     def arenas(self) -> Sequence[ArenaFacts]: ...
 
+    @property
+    def pool_count(self) -> int: ...
+
+    def page_bytes(self, pool: int) -> int:
+        """Return the bytes of a page of the pool at that place of the stack."""
+        ...
+
     def descriptors(self) -> list[ArenaDescriptor]:
         """Return fresh duplicates of the descriptors of all arenas, write arenas writable, read arenas read-only."""
         ...
@@ -208,7 +215,7 @@ class LiveSession(Protocol):
     def revoke_ack(self, revocation: int) -> None: ...
 
     def inline_store(
-        self, span: ops.Span, pages: Sequence[Sequence[bytes]], request_id: int, wait_ms: int, reply: Reply
+        self, span: ops.Span, pages: Sequence[Sequence[bytes | bytearray]], request_id: int, wait_ms: int, reply: Reply
     ) -> None:
         """Store pages given as bytes: one sequence a range, one whole page each. Replies with a `CommitReply`."""
         ...

@@ -89,6 +89,13 @@ class Session:
     def arenas(self) -> Sequence[ArenaFacts]:
         return [a.facts() for a in (*self._write, *self._read)]
 
+    @property
+    def pool_count(self) -> int:
+        return len(self._write)
+
+    def page_bytes(self, pool: int) -> int:
+        return self._write[pool].rule.page_bytes
+
     def descriptors(self) -> list[ArenaDescriptor]:
         return [d for a in (*self._write, *self._read) for d in a.descriptors()]
 
@@ -387,7 +394,7 @@ class Session:
                 self._tier.release(self.core, (message.load_id,))
 
     def inline_store(
-        self, span: ops.Span, pages: Sequence[Sequence[bytes]], request_id: int, wait_ms: int, reply: Reply
+        self, span: ops.Span, pages: Sequence[Sequence[bytes | bytearray]], request_id: int, wait_ms: int, reply: Reply
     ) -> None:
         self._check_active()
         keys = self._keys(span)
@@ -416,7 +423,7 @@ class Session:
     async def _inline_copy(
         self,
         span: ops.Span,
-        pages: Sequence[Sequence[bytes]],
+        pages: Sequence[Sequence[bytes | bytearray]],
         slots: tuple[ops.PoolSlots, ...],
         request_id: int,
         reply: Reply,
@@ -462,7 +469,7 @@ class Session:
         await self._service.return_arena(self, arena_id)
 
 
-def _copy_in(todo: Sequence[tuple[int, bytes]]) -> None:
+def _copy_in(todo: Sequence[tuple[int, bytes | bytearray]]) -> None:
     for address, page in todo:
         copy_bytes(address, address_of(page).address, len(page))
 

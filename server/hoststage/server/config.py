@@ -1,0 +1,367 @@
+"""Configuration of the daemon: flags over `HOSTSTAGE_*` environment over a TOML or YAML file over defaults.
+
+A key `section.name` is `[section] name` in the file, `HOSTSTAGE_SECTION_NAME` in the environment and `--set section.name=…` on the command
+line. Whatever is wrong is said at once: the key, the value, where it came from, and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
+
+ENV_PREFIX = "HOSTSTAGE_"
+NOT_SETTINGS = frozenset(
+    {"HOSTSTAGE_CONFIG", "HOSTSTAGE_ADDRESS", "HOSTSTAGE_TOKEN", "HOSTSTAGE_ENGINE_CACHE", "HOSTSTAGE_ENGINES_DIR"}
+)
+"""Variables with our prefix that other programs of ours read."""
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "k": 1000,
+    "kb": 1000,
+    "m": 10**6,
+    "mb": 10**6,
+    "g": 10**9,
+    "gb": 10**9,
+    "t": 10**12,
+    "tb": 10**12,
+}
+_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_SPANS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
+def _split(value: str) -> tuple[float, str]:
+    text = value.strip()
+    digits = len(text) - len(text.lstrip("0123456789."))
+    return float(text[:digits]), text[digits:].strip().lower()
+
+
+def parse_size(value: object) -> object:
+    """Return bytes for "8GiB", "500MB" or a number; anything else is left for the validator to refuse."""
+    if not isinstance(value, str):
+        return value
+    try:
+        number, unit = _split(value)
+        return int(number * _UNITS[unit])
+    except (KeyError, ValueError) as error:
+        raise ValueError(f'"{value}" is no size; write a number of bytes or e.g. "8GiB", "500MB"') from error
+
+
+def parse_span(value: object) -> object:
+    """Return seconds for "10s", "250ms", "2m" or a number."""
+    if not isinstance(value, str):
+        return value
+    try:
+        number, unit = _split(value)
+        return number * _SPANS[unit]
+    except (KeyError, ValueError) as error:
+        raise ValueError(f'"{value}" is no duration; write seconds or e.g. "10s", "250ms", "2m"') from error
+
+
+def _parse_budget(value: object) -> object:
+    return 0 if value == "auto" else parse_size(value)
+
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
+Span = Annotated[float, BeforeValidator(parse_span), Field(ge=0)]
+
+
+class Section(BaseModel):
+    """A table of the file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Listen(Section):
+    """Where clients connect."""
+
+    socket: str = Field("/run/hoststage/hoststage.sock", description="gRPC, a filesystem Unix socket")
+    fd_socket: str = Field("", description="where descriptors cross; empty: beside `socket`, ending in -fd.sock")
+    lane_socket: str = Field("", description="the local lane; empty: beside `socket`, ending in -lane.sock")
+    tcp: str = Field("", description="host:port for clients on other hosts (pages travel inline); empty: none")
+    socket_mode: str = Field("0660", description="permissions of the sockets, octal", pattern=r"^0?[0-7]{3}$")
+
+    @property
+    def fd_path(self) -> str:
+        return self.fd_socket or self._beside("fd")
+
+    @property
+    def lane_path(self) -> str:
+        return self.lane_socket or self._beside("lane")
+
+    def _beside(self, what: str) -> str:
+        path = Path(self.socket)
+        return str(path.with_name(f"{path.stem}-{what}.sock"))
+
+
+class Http(Section):
+    """The operators' port."""
+
+    listen: str = Field(
+        "127.0.0.1:9477", description="host:port of /metrics, /healthz, /readyz and the status page; empty: none"
+    )
+
+
+class Memory(Section):
+    """Pinned memory."""
+
+    budget: Annotated[int, BeforeValidator(_parse_budget), Field(ge=0)] = Field(
+        0, description='most that all arenas may take; "auto": 7/8 of what the node or its cgroup has free'
+    )
+    chunk: Size = Field(1 << 30, description="size of one memfd; a multiple of 2 MiB")
+    huge_pages: Literal["auto", "off", "required"] = Field("auto", description="2 MiB pages from vm.nr_hugepages")
+    lock: bool = Field(True, description="mlock where RLIMIT_MEMLOCK allows")
+    prefault_threads: int = Field(0, ge=0, description="threads that populate memory; 0: one a core")
+    keep_idle: Size = Field(1 << 30, description="arenas kept warm for restarting workers")
+
+
+class StoreSection(Section):
+    """Where pages live when they are not in host memory."""
+
+    url: str = Field("file:///var/lib/hoststage", description="file:///path, memory: (lost at the end) or none")
+    limit: Size = Field(64 << 30, description="room that pages may take")
+    high_watermark: float = Field(0.95, gt=0, le=1, description="fraction of the limit at which eviction begins")
+    low_watermark: float = Field(0.90, gt=0, le=1, description="fraction at which it ends")
+    min_free: Size = Field(1 << 30, description="room left to others on the file system")
+    io_threads: int = Field(8, ge=1, le=256, description="threads for reads, and as many for writes")
+    direct_io: Literal["auto", "required", "off"] = Field("auto", description="bypass the kernel's page cache")
+    sync: Literal["none", "data"] = Field("none", description='"data": fdatasync before a page counts as stored')
+    create_directory: bool = Field(False, description="make the directory where it is missing")
+
+
+class Staging(Section):
+    """What sessions may hold, and how long things may take."""
+
+    copy_threads: int = Field(2, ge=1, le=64, description="threads that publish pages and copy inline payload")
+    drain_pages: int = Field(256, ge=1, description="pages under store writes at once")
+    store_deadline: Span = Field(30.0, description="a commit that cannot be stored for this long is dropped")
+    load_deadline: Span = Field(30.0, description="of a load that names none")
+    max_pin: Span = Field(30.0, description="longest life of a pin")
+    max_open_commits: int = Field(1024, ge=1, description="accepted and not yet stored, for each session")
+    max_read_leases: int = Field(1 << 20, ge=1, description="pages leased, for each session")
+    max_span_keys: int = Field(65536, ge=1, description="keys of one span")
+    max_credits: int = Field(256, ge=0, description="write slots granted ahead, for each pool of a session")
+    max_message: Size = Field(64 << 20, ge=1 << 16, description="bytes of one message")
+    max_open_requests: int = Field(4096, ge=1, description="requests without an answer, for each session")
+
+
+class Auth(Section):
+    """Who may connect. Without a token, the sockets' permissions decide."""
+
+    token: str = Field("", description="bearer token that clients must present; better: token_file")
+    token_file: str = Field("", description="file that holds the token")
+    allow_uids: list[int] = Field(default_factory=list, description="users that need no token on the Unix sockets")
+
+
+class Cuda(Section):
+    """CUDA in the daemon itself; workers register the memory in their own processes in any case."""
+
+    register_arenas: Literal["never", "auto"] = Field("never", description="register arenas with CUDA in the daemon")
+
+
+class Log(Section):
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
+    format: Literal["auto", "console", "json"] = Field("auto", description='"auto": console on a terminal, else JSON')
+
+
+class Shutdown(Section):
+    grace: Span = Field(30.0, description="time to store what was accepted, after SIGTERM")
+
+
+class Settings(BaseSettings):
+    """The whole configuration. Made by `load_settings`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)  # type: ignore[assignment]
+
+    listen: Listen = Field(default_factory=Listen)
+    http: Http = Field(default_factory=Http)
+    memory: Memory = Field(default_factory=Memory)
+    store: StoreSection = Field(default_factory=StoreSection)
+    staging: Staging = Field(default_factory=Staging)
+    auth: Auth = Field(default_factory=Auth)
+    cuda: Cuda = Field(default_factory=Cuda)
+    log: Log = Field(default_factory=Log)
+    shutdown: Shutdown = Field(default_factory=Shutdown)
+
+    layers: ClassVar[tuple[dict[str, Any], ...]] = ()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags first, then the environment, then the file."""
+        return tuple(InitSettingsSource(settings_cls, init_kwargs=layer) for layer in cls.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigProblem:
+    """One thing that is wrong: the key, its value, where it came from, what is wrong and what to do."""
+
+    key: str
+    value: str
+    source: str
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        value = f" = {self.value}" if self.value else ""
+        return f"{self.key}{value} (from {self.source}): {self.problem}. {self.remedy}"
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used; all problems at once."""
+
+    def __init__(self, problems: list[ConfigProblem]) -> None:
+        self.problems = problems
+        super().__init__("\n".join(str(p) for p in problems))
+
+
+def known_keys() -> dict[str, set[str]]:
+    """Return the names of each section's keys."""
+    out = {}
+    for name, info in Settings.model_fields.items():
+        kind = info.annotation
+        assert isinstance(kind, type)
+        assert issubclass(kind, BaseModel)
+        out[name] = set(kind.model_fields)
+    return out
+
+
+def load_settings(
+    config: str | None = None, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+) -> Settings:
+    """Return the settings. `flags`: by `section.name`. Raises `ConfigError`."""
+    env = os.environ if environ is None else environ
+    path = config or env.get("HOSTSTAGE_CONFIG") or None
+    problems: list[ConfigProblem] = []
+    layers = {
+        "a flag": _nested(flags or {}, "a flag", problems),
+        "the environment": _from_env(env, problems),
+        f"file {path}": _from_file(path, problems) if path else {},
+    }
+    if problems:
+        raise ConfigError(problems)
+    bound = type("BoundSettings", (Settings,), {"layers": tuple(layers.values())})
+    try:
+        return bound()  # type: ignore[no-any-return]
+    except ValidationError as error:
+        raise ConfigError([_problem(e, layers) for e in error.errors(include_url=False)]) from error
+
+
+def _nested(flat: Mapping[str, Any], source: str, problems: list[ConfigProblem]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    known = known_keys()
+    for key, value in flat.items():
+        section, _, name = key.partition(".")
+        if name in known.get(section, ()):
+            out.setdefault(section, {})[name] = value
+        else:
+            problems.append(_unknown(key, str(value), source, known))
+    return out
+
+
+def _from_env(env: Mapping[str, str], problems: list[ConfigProblem]) -> dict[str, Any]:
+    flat = {}
+    for variable, value in env.items():
+        if not variable.startswith(ENV_PREFIX) or variable in NOT_SETTINGS:
+            continue
+        section, _, name = variable.removeprefix(ENV_PREFIX).lower().replace("__", "_").partition("_")
+        flat[f"{section}.{name}"] = _listed(section, name, value)
+    return _nested(flat, "the environment", problems)
+
+
+def _listed(section: str, name: str, value: str) -> Any:
+    """A list in one variable is separated by commas."""
+    return [v.strip() for v in value.split(",") if v.strip()] if (section, name) == ("auth", "allow_uids") else value
+
+
+def _from_file(path: str, problems: list[ConfigProblem]) -> dict[str, Any]:
+    source = f"file {path}"
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        data = yaml.safe_load(text) if path.endswith((".yaml", ".yml")) else tomllib.loads(text)
+    except OSError as error:
+        problems.append(
+            ConfigProblem("--config", path, "a flag", f"cannot be read: {error.strerror}", "Name a readable file.")
+        )
+        return {}
+    except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
+        problems.append(ConfigProblem("--config", path, "a flag", f"does not parse: {error}", "Correct the file."))
+        return {}
+    known, out = known_keys(), {}
+    for section, values in (data or {}).items():
+        if section not in known or not isinstance(values, dict):
+            problems.append(_unknown(str(section), "", source, known))
+            continue
+        out[section] = values
+        for name in values:
+            if name not in known[section]:
+                problems.append(_unknown(f"{section}.{name}", str(values[name]), source, known))
+    return out
+
+
+def _unknown(key: str, value: str, source: str, known: dict[str, set[str]]) -> ConfigProblem:
+    names = [f"{s}.{n}" for s, keys in known.items() for n in keys]
+    near = difflib.get_close_matches(key, [*names, *known], 1, 0.6)
+    remedy = f"Did you mean {near[0]}?" if near else "See docs/configuration.md for all keys."
+    return ConfigProblem(key, value, source, "there is no such setting", remedy)
+
+
+def _problem(error: Any, layers: Mapping[str, dict[str, Any]]) -> ConfigProblem:
+    loc = [str(part) for part in error["loc"]]
+    section, name = [*loc, "", ""][:2]
+    source = next((s for s, layer in layers.items() if name in layer.get(section, {})), "the defaults")
+    value = next((layer[section][name] for layer in layers.values() if name in layer.get(section, {})), "")
+    shown = "…" if name == "token" else str(value)
+    message = error["msg"].removeprefix("Value error, ").rstrip(".")
+    return ConfigProblem(f"{section}.{name}", shown, source, message[0].lower() + message[1:], "Correct it.")
+
+
+def as_toml(settings: Settings) -> str:
+    """Return the effective settings as a TOML file, secrets left out."""
+    lines = []
+    for section, values in settings.model_dump().items():
+        lines.append(f"[{section}]")
+        for name, value in values.items():
+            if (section, name) == ("auth", "token") and value:
+                lines.append("# token = (set, not shown)")
+            elif (section, name) == ("memory", "budget") and value == 0:
+                lines.append('budget = "auto"')
+            elif isinstance(value, bool):
+                lines.append(f"{name} = {str(value).lower()}")
+            elif isinstance(value, str):
+                lines.append(f'{name} = "{value}"')
+            else:
+                lines.append(f"{name} = {value}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def as_markdown() -> str:
+    """Return the table of all settings for the documentation."""
+    lines = ["| key | default | meaning |", "|---|---|---|"]
+    defaults = load_settings(environ={}).model_dump()
+    for section, info in Settings.model_fields.items():
+        kind = info.annotation
+        assert isinstance(kind, type)
+        assert issubclass(kind, BaseModel)
+        for name, field in kind.model_fields.items():
+            value = defaults[section][name]
+            shown = '"auto"' if (section, name) == ("memory", "budget") else repr(value).replace("'", '"')
+            lines.append(f"| `{section}.{name}` | `{shown}` | {field.description or ''} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,194 @@
+"""Requests as protobuf messages, the same from the stream and from the lane."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import structlog
+
+from hoststage.server.contract import ArenaDescriptor, HoldKey, LiveSession, RequestError
+from hoststage.server.rpc import inline, status
+from hoststage.server.rpc.connections import Connection, Connections
+from hoststage.server.rpc.convert_stack import arena_kind_to_proto, arena_to_proto
+from hoststage.v1 import convert, ops
+from hoststage.v1 import hoststage_pb2 as pb
+
+log = structlog.get_logger(__name__)
+
+
+def error_message(request_id: int, error: RequestError) -> pb.ServerMessage:
+    """Return the answer to a request that failed as a whole."""
+    return pb.ServerMessage(request_id=request_id, error=pb.Error(status=status.of_request_error(error)))
+
+
+def _hold_key(m: pb.HoldId) -> HoldKey:
+    return HoldKey(m.owner_token, m.request, m.attempt)
+
+
+class Dispatcher:
+    """Carries out one client's messages and sends what they answer through `connection.send`."""
+
+    def __init__(self, connections: Connections, connection: Connection, max_open: int) -> None:
+        self._connections = connections
+        self._connection = connection
+        self._max_open = max_open
+        self._open: set[int] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def _live(self) -> LiveSession:
+        assert self._connection.live is not None
+        return self._connection.live
+
+    def handle(self, message: pb.ClientMessage) -> None:
+        """Carry out one message. Whatever is wrong with it is answered; nothing is raised."""
+        request_id = message.request_id
+        try:
+            self._admit(request_id)
+            self._route(message, request_id)
+        except RequestError as error:
+            self._open.discard(request_id)
+            self._connection.send(error_message(request_id, error))
+
+    def _admit(self, request_id: int) -> None:
+        if len(self._open) >= self._max_open:
+            raise RequestError(
+                "TOO_MANY_REQUESTS",
+                f"{len(self._open)} requests have no answer yet",
+                code="RESOURCE_EXHAUSTED",
+                remedy="wait for answers; the limit is max_open_requests of the handshake",
+            )
+
+    def _answer(self, message: pb.ServerMessage) -> None:
+        self._open.discard(message.request_id)
+        self._connection.send(message)
+
+    def _route(self, message: pb.ClientMessage, request_id: int) -> None:
+        hot = convert.from_proto(message)
+        if hot is not None:
+            self._hot(hot, request_id)
+            return
+        name = message.WhichOneof("body")
+        match name:
+            case "inline_store":
+                inline.store(self._connection, request_id, message.inline_store, self._reply(request_id))
+            case "inline_load":
+                op = convert.load_from_proto(message.inline_load.load)
+                inline.load(self._live, request_id, op, self._connection.send)
+            case "ping":
+                self._answer(pb.ServerMessage(request_id=request_id, pong=pb.Pong(payload=message.ping.payload)))
+            case "abort":
+                self._live.abort(convert.slots_from_proto(message.abort.slots))
+                self._done(request_id)
+            case "cancel_load":
+                self._live.cancel_load(message.cancel_load.load_id)
+                self._done(request_id)
+            case "revoke_ack":
+                self._live.revoke_ack(message.revoke_ack.revocation)
+            case "goodbye":
+                self._goodbye(request_id)
+            case "hold" | "seal_hold" | "restore" | "discard" | "lease_arena" | "return_arena":
+                self._spawn(request_id, self._cold(name, message, request_id))
+            case "import_memory":
+                raise RequestError(
+                    "IMPORTED_PATH",
+                    "this daemon does not read imported memory",
+                    code="UNIMPLEMENTED",
+                    remedy="use the payload path shm or inline",
+                )
+            case "hello":
+                raise RequestError("SECOND_HELLO", "the session is open already", code="FAILED_PRECONDITION")
+            case _:
+                raise RequestError(
+                    "UNKNOWN_OPERATION",
+                    "the message holds no operation that this daemon knows",
+                    code="UNIMPLEMENTED",
+                    remedy="compare the features of the handshake",
+                )
+
+    def _hot(self, op: ops.HotMessage, request_id: int) -> None:
+        if not isinstance(op, (ops.Reserve, ops.Commit, ops.Lookup, ops.Load, ops.Release)):
+            raise RequestError("UNKNOWN_OPERATION", "an answer is no request", code="INVALID_ARGUMENT")
+        if not isinstance(op, ops.Release):
+            self._open.add(request_id)
+        self._live.submit(op, request_id, self._reply(request_id))
+
+    def _reply(self, request_id: int) -> Callable[[ops.HotReply], None]:
+        def reply(answer: ops.HotReply) -> None:
+            envelope = convert.to_proto(answer, request_id)
+            assert isinstance(envelope, pb.ServerMessage)
+            self._answer(envelope)
+
+        return reply
+
+    def _done(self, request_id: int) -> None:
+        self._answer(pb.ServerMessage(request_id=request_id, done=pb.Done()))
+
+    def _goodbye(self, request_id: int) -> None:
+        self._connection.goodbye = True
+        self._done(request_id)
+        # Let the answer leave before the connection goes.
+        asyncio.get_running_loop().call_later(0.05, self._connections.finish, self._connection, "goodbye")
+
+    # -------------------------------------------------------------- requests that take time
+
+    def _spawn(self, request_id: int, work: Coroutine[Any, Any, None]) -> None:
+        self._open.add(request_id)
+        task = asyncio.get_running_loop().create_task(self._guard(request_id, work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guard(self, request_id: int, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except RequestError as error:
+            self._answer(error_message(request_id, error))
+        except Exception as error:
+            log.error("request.fault", session=self._connection.session, error=repr(error), exc_info=error)
+            fault = RequestError("INTERNAL", f"the daemon failed: {error}", code="INTERNAL")
+            self._answer(error_message(request_id, fault))
+
+    async def _cold(self, name: str, message: pb.ClientMessage, request_id: int) -> None:
+        answer = pb.ServerMessage(request_id=request_id)
+        match name:
+            case "hold":
+                ask = message.hold
+                ranges = [ops.PoolRange(r.pool, r.first, r.count) for r in ask.ranges]
+                held = await self._live.hold(_hold_key(ask.id), ranges, ask.durable, ask.ttl_ms)
+                answer.hold_reply.outcome = int(held.outcome)  # type: ignore[assignment]
+                answer.hold_reply.slots.extend(convert.slots_to_proto(held.slots))
+                answer.hold_reply.detail = held.detail
+            case "seal_hold":
+                await self._live.seal_hold(_hold_key(message.seal_hold.id), message.seal_hold.note)
+                answer.done.SetInParent()
+            case "restore":
+                found = await self._live.restore(_hold_key(message.restore.id))
+                reply = answer.restore_reply
+                reply.outcome = int(found.outcome)  # type: ignore[assignment]
+                reply.arena = arena_kind_to_proto(found.arena)
+                reply.slots.extend(convert.slots_to_proto(found.slots))
+                reply.note, reply.load_id, reply.detail = found.note, found.load_id, found.detail
+            case "discard":
+                await self._live.discard(_hold_key(message.discard.id))
+                answer.done.SetInParent()
+            case "lease_arena":
+                facts, descriptors = await self._live.lease_arena(message.lease_arena.name, message.lease_arena.bytes)
+                answer.lease_arena_reply.arena.CopyFrom(arena_to_proto(facts))
+                answer.lease_arena_reply.fd_token = self.ticket_for(descriptors)
+            case "return_arena":
+                await self._live.return_arena(message.return_arena.arena_id)
+                answer.done.SetInParent()
+        self._answer(answer)
+
+    def ticket_for(self, descriptors: list[ArenaDescriptor]) -> bytes:
+        """Return a token for descriptors beyond the handshake's; they are closed if nobody comes for them."""
+
+        def close() -> None:
+            for d in descriptors:
+                os.close(d.fd)
+
+        tickets = self._connections.tickets
+        return tickets.issue("fd", self._connection.session, self._connections.now(), descriptors, close)
