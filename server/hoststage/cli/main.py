@@ -25,6 +25,9 @@ class Entry(NamedTuple):
 
 COMMANDS: dict[str, Entry] = {
     "serve": Entry("hoststage.cli.serve", "serve", "Run the daemon."),
+    "health": Entry("hoststage.cli.health", "health", "Tell whether a daemon is ready."),
+    "status": Entry("hoststage.cli.status", "status", "Show a daemon's sessions, pools and store."),
+    "top": Entry("hoststage.cli.status", "top", "Keep showing them."),
     "check": Entry("hoststage.cli.check", "check", "Judge a model and an engine's flags before anything is launched."),
     "plan": Entry(
         "hoststage.cli.plan", "plan", "Show what a model needs from a node's host memory, with the arithmetic."

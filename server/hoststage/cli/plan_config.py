@@ -13,11 +13,11 @@ def render_config(*, title: str, budget_bytes: int, huge_pages: bool, store_path
         f"# hoststage serve --config FILE, for {title}",
         "",
         "[memory]",
-        f"budget_bytes = {budget_bytes}",
-        f"huge_pages = {'true' if huge_pages else 'false'}",
+        f"budget = {budget_bytes}",
+        f'huge_pages = "{"auto" if huge_pages else "off"}"',
     ]
-    if store_path:
-        lines += ["", "[store]", 'driver = "file"', f"path = {_quoted(store_path)}"]
+    url = f"file://{store_path}" if store_path else "none"
+    lines += ["", "[store]", f"url = {_quoted(url)}"]
     return "\n".join(lines) + "\n"
 
 

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from hoststage.core import stack as core
-from hoststage.core.findings import Finding, Grant, Severity, Verdict
+from hoststage.core.findings import Finding, Grant, PoolGrant, Severity, Verdict
 from hoststage.server.contract import ArenaFacts, PinFacts, RequestError, SessionRequest
 from hoststage.v1 import hoststage_pb2 as pb
 from hoststage.v1 import stack_pb2 as spb
@@ -289,3 +289,110 @@ def mode_by_name(name: str) -> Any:
 def path_by_name(name: str) -> Any:
     """Return the enum value of a payload path's name."""
     return _PATH_TO[core.PayloadPath(name)]
+
+
+_KIND_TO = _back(_KIND)
+_POLICY_TO = _back(_POLICY)
+_LAYOUT_TO = _back(_LAYOUT)
+_PLACEMENT_TO = _back(_PLACEMENT)
+_ROLE_TO = _back(_ROLE)
+_WRITE_TO = _back(_WRITE)
+_SEVERITY_FROM = {v: k for k, v in _SEVERITY.items()}
+
+
+def _pool_to_proto(p: core.Pool) -> spb.Pool:
+    return spb.Pool(
+        name=p.name,
+        kind=_KIND_TO[p.kind],
+        page_bytes=p.page_bytes,
+        page_tokens=p.page_tokens,
+        layers=p.layers,
+        sliding_window=p.sliding_window,
+        hit_policy=_POLICY_TO[p.hit_policy],
+        trailing_pages=p.trailing_pages,
+        group_pages=p.group_pages,
+        layout=_LAYOUT_TO[p.layout],
+        placement=_PLACEMENT_TO[p.placement],
+        indices_from_pool=p.indices_from_pool,
+        shares_arena_with=p.shares_arena_with,
+        replicated=p.replicated,
+        pieces=p.pieces,
+        host_slots=p.host_slots,
+        device_slots=p.device_slots,
+    )
+
+
+def stack_to_proto(s: core.Stack) -> spb.Stack:
+    """Return a stack's protobuf form. Raises `ValueError` for a number that the wire cannot carry."""
+    i, p = s.identity, s.parallel
+    return spb.Stack(
+        identity=spb.Identity(
+            tenant=i.tenant,
+            model=i.model,
+            weights_revision=i.weights_revision,
+            quantization=i.quantization,
+            kv_scales=i.kv_scales,
+            dtype=i.dtype,
+            layout=i.layout,
+            key_hash=i.key_hash,
+        ),
+        parallel=spb.Parallel(
+            tp_rank=p.tp_rank,
+            tp_size=p.tp_size,
+            pp_rank=p.pp_rank,
+            pp_size=p.pp_size,
+            cp_rank=p.cp_rank,
+            cp_size=p.cp_size,
+            dp_rank=p.dp_rank,
+            dp_size=p.dp_size,
+            dcp_rank=p.dcp_rank,
+            dcp_size=p.dcp_size,
+        ),
+        pools=[_pool_to_proto(pool) for pool in s.pools],
+        role=_ROLE_TO[s.role],
+        write_policy=_WRITE_TO[s.write_policy],
+        modes=[spb.ModeWish(mode=_MODE_TO[w.mode], required=w.required) for w in s.modes],
+        retraction=spb.RetractionWish(
+            retraction=_RETRACTION_TO[s.retraction.retraction],
+            window_only=s.retraction.window_only,
+            concurrent_receive=s.retraction.concurrent_receive,
+            required=s.retraction.required,
+        ),
+        paths=[_PATH_TO[path] for path in s.paths],
+        largest_request_tokens=s.largest_request_tokens,
+        prefetch_threshold_tokens=s.prefetch_threshold_tokens,
+        cannot_map_sidecars=not s.maps_sidecars,
+        cannot_hand_over_state=not s.hands_over_state,
+        requires_pinned=s.requires_pinned,
+    )
+
+
+def verdict_from_proto(m: pb.NegotiateResponse) -> Verdict:
+    """Return the verdict in an answer of Negotiate. Numbers among the findings' values are numbers again."""
+    findings = tuple(
+        Finding(
+            f.rule,
+            _SEVERITY_FROM.get(f.severity, Severity.NOTICE),
+            f.subject,
+            f.message,
+            f.remedy,
+            _MODE.get(f.mode),
+            values={k: int(v) if v.lstrip("-").isdigit() else v for k, v in f.values.items()},
+        )
+        for f in m.findings
+    )
+    if not m.HasField("grant"):
+        return Verdict(None, findings)
+    g = m.grant
+    grant = Grant(
+        _MODE[g.mode],
+        _PATH[g.path],
+        _RETRACTION.get(g.retraction, core.Retraction.NONE),
+        g.window_only_holds,
+        tuple(
+            PoolGrant(p.pool, p.stride, p.write_slots, p.read_slots, p.reserve_slots, p.hold_slots, p.window_pages)
+            for p in g.pools
+        ),
+        g.namespace,
+    )
+    return Verdict(grant, findings)
