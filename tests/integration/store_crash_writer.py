@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 
 import structlog
-from tests.store_support import NAMESPACE, commit, content, options, page
 
 from hoststage.server.store import DirectIo, WriteOutcome
 from hoststage.server.store.file import FileStore
+from tests.store_support import NAMESPACE, commit, content, options, page
 
 KEYS = 24
 SIZES = {"kv": 300 * 1024, "swa": 20_000}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+
 from tests.integration.daemon import Daemon, environment
 
 

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.store_support import KIB, NAMESPACE, commit, content, get, opened, page, put, segments
 
 from hoststage.server.store import DirectIo, ReadOutcome
+from tests.store_support import KIB, NAMESPACE, commit, content, get, opened, page, put, segments
 
 SIZE = 100 * KIB
 

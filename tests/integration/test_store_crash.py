@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.integration.store_crash_writer import KEYS, SIZES
-from tests.store_support import NAMESPACE, commit, content, get, mounted, opened, page, put, segments
 
 from hoststage.server.store import ReadOutcome
 from hoststage.server.store.file import FileStore
+from tests.integration.store_crash_writer import KEYS, SIZES
+from tests.store_support import NAMESPACE, commit, content, get, mounted, opened, page, put, segments
 
 WRITER = Path(__file__).with_name("store_crash_writer.py")
 Possible = dict[int, set[int | None]]

@@ -7,6 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+
+from hoststage.server.store import ReadOutcome, StoreStats, WriteOutcome
+from hoststage.server.store.file import FileStore, reclaim
 from tests.store_support import (
     KIB,
     MIB,
@@ -24,9 +27,6 @@ from tests.store_support import (
     put,
     target,
 )
-
-from hoststage.server.store import ReadOutcome, StoreStats, WriteOutcome
-from hoststage.server.store.file import FileStore, reclaim
 
 SIZE = 60 * KIB
 SLOT = 64 * KIB

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.store_support import KIB, NAMESPACE, blocks, commit, content, get, opened, page, put
 
 from hoststage.server.store import DirectIo, ReadOutcome, SyncPolicy, WriteOutcome
 from hoststage.server.store.file import pageio
+from tests.store_support import KIB, NAMESPACE, blocks, commit, content, get, opened, page, put
 
 SIZE = 60 * KIB
 

@@ -6,6 +6,16 @@ import asyncio
 from pathlib import Path
 
 import pytest
+
+from hoststage.server.store import (
+    DirectIo,
+    PageRead,
+    ReadOutcome,
+    Store,
+    StoreClosedError,
+    SyncPolicy,
+    WriteOutcome,
+)
 from tests.store_support import (
     KIB,
     MIB,
@@ -23,16 +33,6 @@ from tests.store_support import (
     put,
     segments,
     target,
-)
-
-from hoststage.server.store import (
-    DirectIo,
-    PageRead,
-    ReadOutcome,
-    Store,
-    StoreClosedError,
-    SyncPolicy,
-    WriteOutcome,
 )
 
 

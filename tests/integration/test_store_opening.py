@@ -10,6 +10,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+
+from hoststage.server.store import DirectIo, ReadOutcome, StoreConfigError, open_store
+from hoststage.server.store.file import FileStore
+from hoststage.server.store.file.directory import StoreDirectory
+from hoststage.server.store.file.recovery import recover
 from tests.store_support import (
     KIB,
     MIB,
@@ -24,11 +29,6 @@ from tests.store_support import (
     put,
     segments,
 )
-
-from hoststage.server.store import DirectIo, ReadOutcome, StoreConfigError, open_store
-from hoststage.server.store.file import FileStore
-from hoststage.server.store.file.directory import StoreDirectory
-from hoststage.server.store.file.recovery import recover
 
 
 async def refused(root: Path, **changes: object) -> StoreConfigError:
