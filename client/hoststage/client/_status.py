@@ -1,0 +1,94 @@
+"""Rich statuses of the wire as errors of this library."""
+
+from __future__ import annotations
+
+import grpc
+from google.protobuf.any_pb2 import Any as PackedAny
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from hoststage.client.errors import (
+    DaemonUnavailable,
+    DeadlineExceeded,
+    HostStageError,
+    QuotaExceeded,
+    Refused,
+    RequestRejected,
+)
+from hoststage.client.verdict import Finding, Severity, findings_from
+from hoststage.v1 import stack_pb2
+
+_UNAVAILABLE = grpc.StatusCode.UNAVAILABLE.value[0]
+_CANCELLED = grpc.StatusCode.CANCELLED.value[0]
+_DEADLINE = grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+_EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+
+
+class _Details:
+    """The details of a status, those that we know by kind."""
+
+    def __init__(self, packed: list[PackedAny]) -> None:
+        self.info = error_details_pb2.ErrorInfo()
+        self.precondition = error_details_pb2.PreconditionFailure()
+        self.bad = error_details_pb2.BadRequest()
+        self.help = error_details_pb2.Help()
+        findings: list[stack_pb2.Finding] = []
+        for part in packed:
+            for known in (self.info, self.precondition, self.bad, self.help):
+                part.Unpack(known)
+            finding = stack_pb2.Finding()
+            if part.Unpack(finding):
+                findings.append(finding)
+        self.findings = findings_from(findings) or self._from_violations()
+
+    def _from_violations(self) -> tuple[Finding, ...]:
+        remedies = [link.description for link in self.help.links]
+        out = []
+        for i, violation in enumerate(self.precondition.violations):
+            remedy = remedies[i] if i < len(remedies) else ""
+            out.append(Finding(violation.type, Severity.REFUSED, violation.subject, violation.description, remedy))
+        return tuple(out)
+
+    @property
+    def field(self) -> str:
+        if self.bad.field_violations:
+            return str(self.bad.field_violations[0].field)
+        return str(self.info.metadata.get("field", ""))
+
+    @property
+    def remedy(self) -> str:
+        if self.help.links:
+            return str(self.help.links[0].description)
+        return str(self.info.metadata.get("remedy", ""))
+
+
+def error_of(status: status_pb2.Status, *, handshake: bool = False) -> HostStageError:
+    """Return the error that a rich status stands for. `handshake`: a failed precondition is then a refusal of the stack."""
+    details = _Details(list(status.details))
+    reason, message = details.info.reason, status.message
+    if status.code in (_UNAVAILABLE, _CANCELLED) and not details.findings:
+        return DaemonUnavailable(message or "the daemon is not reachable")
+    if status.code == _DEADLINE:
+        return DeadlineExceeded(message)
+    if details.findings and handshake:
+        return Refused(message, details.findings)
+    kind = QuotaExceeded if status.code == _EXHAUSTED else RequestRejected
+    return kind(message, reason, details.field, details.remedy)
+
+
+def error_of_call(error: grpc.RpcError, address: str, *, handshake: bool = True) -> HostStageError:
+    """Return the error that a failed call stands for; `address` is named where nobody answered."""
+    code, text = error.code(), error.details() or ""
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return DaemonUnavailable(
+            f"no daemon answers at {address}: {text}; is `hoststage serve` running, and is the address right?"
+        )
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return DaemonUnavailable(f"what answers at {address} is no hoststage daemon: {text}")
+    try:
+        status = rpc_status.from_call(error)
+    except ValueError:
+        status = None
+    if status is None:
+        status = status_pb2.Status(code=code.value[0], message=text)
+    return error_of(status, handshake=handshake)
