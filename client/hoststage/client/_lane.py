@@ -1,0 +1,231 @@
+"""The client's end of the local lane.
+
+Leader and followers: of the threads that wait, one reads the socket for all; when its own answer has come, it hands the socket to another.
+So a lone thread pays no switch to a reader thread: it sends, polls and reads by itself. While nobody waits, the session's
+housekeeper calls `drain`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import threading
+from contextlib import suppress
+
+from hoststage.client._wire import Deadline, Request, Router, Waiter
+from hoststage.client.errors import DaemonUnavailable, DeadlineExceeded
+from hoststage.v1 import hoststage_pb2 as pb
+from hoststage.v1 import lane
+from hoststage.v1.lane import FrameError, FrameReader, Op
+
+_READ_BYTES = 256 * 1024
+_ATTACH_LIMIT = 64 * 1024
+_LOST = "the lane to the daemon broke: {}; it was restarted, or closed this session"
+
+
+class Lane:
+    """An attached lane. Any number of threads may call at once."""
+
+    def __init__(self, sock: socket.socket, router: Router, max_message_bytes: int) -> None:
+        self.router = router
+        self.max_message_bytes = max_message_bytes
+        self._sock = sock
+        self._poll_in = select.poll()
+        self._poll_in.register(sock, select.POLLIN)
+        self._reader = FrameReader(max_message_bytes)
+        self._send_lock = threading.Lock()
+        self._mutex = threading.Lock()
+        self._leading = False
+        self._followers: list[Waiter] = []
+
+    @classmethod
+    def attach(
+        cls, path: str, session: int, token: bytes, router: Router, max_message_bytes: int, deadline: Deadline
+    ) -> Lane:
+        """Connect and present the lane token. Raises `DaemonUnavailable` where the daemon does not take it."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(max(0.001, deadline.left))
+            sock.connect(path)
+            sock.sendall(lane.frame(Op.ATTACH, 1, lane.ATTACH_BODY.pack(session, token)))
+            status, text = _attach_reply(sock)
+            if status:
+                raise DaemonUnavailable(f"the lane at {path} refused session {session}: {text or status}")
+        except TimeoutError as error:
+            sock.close()
+            raise DeadlineExceeded(f"the lane at {path} did not answer in time") from error
+        except (OSError, FrameError) as error:
+            sock.close()
+            if isinstance(error, DaemonUnavailable):
+                raise
+            raise DaemonUnavailable(f"cannot attach to the lane at {path}: {error}") from error
+        sock.setblocking(True)
+        return cls(sock, router, max_message_bytes)
+
+    # -------------------------------------------------------------- sending
+
+    def send(self, message: Request, request_id: int, deadline: Deadline) -> None:
+        """Send one message. Raises `SessionLost`, or `DeadlineExceeded` where the daemon does not read in time."""
+        if isinstance(message, pb.ClientMessage):
+            message.request_id = request_id
+            data = lane.frame(Op.PROTOBUF, request_id, message.SerializeToString())
+        else:
+            data = lane.encode(message, request_id)
+        if not self._send_lock.acquire(timeout=deadline.left):
+            raise DeadlineExceeded("other threads' messages were not taken by the daemon in time")
+        try:
+            self._send_all(data, deadline)
+        finally:
+            self._send_lock.release()
+
+    def _send_all(self, data: bytes, deadline: Deadline) -> None:
+        view, sent = memoryview(data), 0
+        while sent < len(data):
+            try:
+                sent += self._sock.send(view[sent:], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                if not self._writable(deadline):
+                    if sent:
+                        # Half a frame is on its way: nothing else may follow it.
+                        self.close("a message could not be sent whole in time")
+                    raise DeadlineExceeded("the daemon does not read its lane") from None
+            except OSError as error:
+                self.close(_LOST.format(error.strerror))
+                raise self.router.lost or error from error
+
+    def _writable(self, deadline: Deadline) -> bool:
+        poll = select.poll()
+        poll.register(self._sock, select.POLLOUT)
+        return bool(poll.poll(deadline.left * 1000))
+
+    # -------------------------------------------------------------- waiting
+
+    def wait(self, waiter: Waiter, deadline: Deadline) -> bool:
+        """Wait until the waiter ends; returns whether it has. The calling thread reads for all, or parks while another does."""
+        while not waiter.done:
+            with self._mutex:
+                lead = not self._leading
+                lock = None if lead else waiter.ticket_to_park()
+                if lead:
+                    self._leading = True
+                elif lock is not None:
+                    self._followers.append(waiter)
+            if lead:
+                try:
+                    while not waiter.done and self._read(deadline.left):
+                        pass
+                finally:
+                    self._hand_over()
+                if not waiter.done and deadline.passed:
+                    return False
+            elif lock is not None:
+                woken = lock.acquire(timeout=deadline.left)
+                with self._mutex, suppress(ValueError):
+                    self._followers.remove(waiter)
+                if not woken and waiter.forget(lock):
+                    if not waiter.done:
+                        return False
+                elif not waiter.done and deadline.passed:
+                    # Asked to lead at the last moment: pass it on, or nobody reads.
+                    self._nudge_one()
+                    return False
+        return True
+
+    def drain(self, timeout: float = 0.0, limit: int = 64) -> None:
+        """Read what has arrived, unless another thread is reading."""
+        with self._mutex:
+            if self._leading:
+                return
+            self._leading = True
+        try:
+            if self._read(timeout):
+                for _ in range(limit):
+                    if not self._read(0.0):
+                        break
+        finally:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        with self._mutex:
+            self._leading = False
+        self._nudge_one()
+
+    def _nudge_one(self) -> None:
+        with self._mutex:
+            while self._followers:
+                follower = self._followers.pop()
+                if not follower.done:
+                    follower.nudge()
+                    return
+
+    def _read(self, timeout: float) -> bool:
+        """Read once, waiting at most so many seconds. Returns whether anything came; a lost lane ends all waiters."""
+        if self.router.lost is not None or not self._poll_in.poll(timeout * 1000):
+            return False
+        try:
+            data = self._sock.recv(_READ_BYTES)
+        except OSError as error:
+            self.close(_LOST.format(error.strerror))
+            return False
+        if not data:
+            self.close(_LOST.format("end of file"))
+            return False
+        try:
+            for op, request_id, body in self._reader.feed(data):
+                self._deliver(op, request_id, body)
+        except FrameError as error:
+            self.close(f"the daemon sent a malformed frame: {error}")
+            return False
+        return True
+
+    def _deliver(self, op: int, request_id: int, body: bytes) -> None:
+        if op == Op.PROTOBUF:
+            envelope = pb.ServerMessage.FromString(body)
+            envelope.request_id = request_id
+            self.router.deliver_proto(envelope)
+        elif lane.is_hot(op):
+            self.router.deliver(request_id, lane.decode(op, body))
+        # A frame of an operation that we do not know is a newer daemon's: skipped.
+
+    # -------------------------------------------------------------- ending
+
+    def close(self, reason: str) -> None:
+        """End the lane; everything that waits fails with `reason`. Safe to repeat."""
+        self.router.fail(reason)
+        with suppress(OSError):
+            # Wakes a thread that polls; the descriptor itself stays until nobody can be inside a call.
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def dispose(self) -> None:
+        """Close the descriptor, once no thread reads: at the latest when the last one has handed over."""
+        with self._mutex:
+            if self._leading:
+                return
+            self._leading = True  # nobody may read any more
+        self._sock.close()
+
+    def disown(self) -> None:
+        """In a forked child: let go of the inherited descriptor, without a word to the daemon or a lock."""
+        with suppress(OSError):
+            os.close(self._sock.detach())
+
+
+def _attach_reply(sock: socket.socket) -> tuple[int, str]:
+    data = bytearray()
+    while True:
+        # Byte by byte frames are not over-read: what follows the reply belongs to the lane's reader.
+        want = lane.HEADER_BYTES - len(data)
+        if want <= 0:
+            length, op, _, _, _ = lane.HEADER.unpack_from(data)
+            if op != Op.ATTACH or not 1 <= length <= _ATTACH_LIMIT:
+                raise FrameError(f"expected an attach reply, got operation {op} with {length} bytes")
+            want = lane.HEADER_BYTES + length - len(data)
+            if want == 0:
+                body = bytes(data[lane.HEADER_BYTES :])
+                return body[0], body[1:].decode("utf-8", "replace")
+        part = sock.recv(want)
+        if not part:
+            raise ConnectionResetError(errno.ECONNRESET, "the daemon closed the lane")
+        data += part
