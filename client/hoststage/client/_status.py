@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import grpc
 from google.protobuf.any_pb2 import Any as PackedAny
 from google.rpc import error_details_pb2, status_pb2
@@ -15,6 +17,7 @@ from hoststage.client.errors import (
     Refused,
     RequestRejected,
 )
+from hoststage.client.stack import Mode
 from hoststage.client.verdict import Finding, Severity, findings_from
 from hoststage.v1 import stack_pb2
 
@@ -34,19 +37,24 @@ class _Details:
         self.help = error_details_pb2.Help()
         findings: list[stack_pb2.Finding] = []
         for part in packed:
+            # A detail may come in several messages of its kind, each of them small enough for a trailer.
             for known in (self.info, self.precondition, self.bad, self.help):
-                part.Unpack(known)
+                one = type(known)()
+                if part.Unpack(one):
+                    known.MergeFrom(one)
             finding = stack_pb2.Finding()
             if part.Unpack(finding):
                 findings.append(finding)
         self.findings = findings_from(findings) or self._from_violations()
 
     def _from_violations(self) -> tuple[Finding, ...]:
-        remedies = [link.description for link in self.help.links]
+        remedies = {link.url.rpartition("#")[2]: link.description for link in self.help.links}
         out = []
-        for i, violation in enumerate(self.precondition.violations):
-            remedy = remedies[i] if i < len(remedies) else ""
-            out.append(Finding(violation.type, Severity.REFUSED, violation.subject, violation.description, remedy))
+        for violation in self.precondition.violations:
+            rule, _, mode = violation.type.partition("/")
+            known_mode = next((m for m in Mode if m.value == mode), None)
+            remedy = remedies.get(rule, "")
+            out.append(Finding(rule, Severity.REFUSED, violation.subject, violation.description, remedy, known_mode))
         return tuple(out)
 
     @property
@@ -83,12 +91,12 @@ def error_of_call(error: grpc.RpcError, address: str, *, handshake: bool = True)
         return DaemonUnavailable(
             f"no daemon answers at {address}: {text}; is `hoststage serve` running, and is the address right?"
         )
-    if code is grpc.StatusCode.UNIMPLEMENTED:
-        return DaemonUnavailable(f"what answers at {address} is no hoststage daemon: {text}")
     try:
-        status = rpc_status.from_call(error)
+        status = rpc_status.from_call(cast(grpc.Call, error))
     except ValueError:
         status = None
+    if status is None and code is grpc.StatusCode.UNIMPLEMENTED:
+        return DaemonUnavailable(f"what answers at {address} is no hoststage daemon: {text}")
     if status is None:
         status = status_pb2.Status(code=code.value[0], message=text)
     return error_of(status, handshake=handshake)

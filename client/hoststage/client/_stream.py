@@ -45,7 +45,7 @@ class Stream:
 
     def handshake(self, hello: pb.Hello, deadline: Deadline) -> pb.Welcome:
         """Open the call. Raises `Refused`, `DaemonUnavailable`, `DeadlineExceeded` or `RequestRejected`."""
-        stub: Any = hoststage_pb2_grpc.HostStageStub(self._channel)  # type: ignore[no-untyped-call]
+        stub: Any = hoststage_pb2_grpc.HostStageStub(self._channel)
         self._outgoing.put(pb.ClientMessage(request_id=HANDSHAKE_ID, hello=hello))
         self._call = stub.Session(self._requests())
         threading.Thread(target=self._reading, name="hoststage-stream", daemon=True).start()
@@ -79,7 +79,7 @@ class Stream:
         self._welcome.fail(DaemonUnavailable(reason))
         self.router.fail(reason)
 
-    def send(self, message: Request, request_id: int, deadline: Deadline) -> None:  # noqa: ARG002
+    def send(self, message: Request, request_id: int, deadline: Deadline) -> None:
         """Queue one message. Raises `SessionLost` where the stream is over."""
         if self.router.lost is not None:
             raise self.router.lost

@@ -52,7 +52,7 @@ class Waiter:
     `orphan`: called with an answer that came after the caller gave up, to let go of what it leases.
     """
 
-    __slots__ = ("_lock", "_parked", "abandoned", "done", "error", "orphan", "request_id", "result", "then")
+    __slots__ = ("_claimed", "_lock", "_parked", "abandoned", "done", "error", "orphan", "request_id", "result", "then")
 
     def __init__(
         self, then: Callable[[Message], None] | None = None, orphan: Callable[[Message], None] | None = None
@@ -63,6 +63,7 @@ class Waiter:
         self.then = then
         self.orphan = orphan
         self.abandoned = False
+        self._claimed = False
         self.request_id = 0
         self._lock = allocate_lock()
         self._parked: list[LockType] = []
@@ -74,7 +75,9 @@ class Waiter:
 
     def finish(self, message: Message) -> None:
         """End with an answer."""
-        if self.abandoned:
+        with self._lock:
+            self._claimed = not self.abandoned
+        if not self._claimed:
             if self.orphan is not None:
                 self.orphan(message)
             return
@@ -88,6 +91,12 @@ class Waiter:
         if not self.done:
             self.error = error
             self._end()
+
+    def abandon(self) -> bool:
+        """Give up; an answer that comes later goes to `orphan`. Returns False where one is being taken in right now."""
+        with self._lock:
+            self.abandoned = not (self._claimed or self.done)
+            return self.abandoned
 
     def _end(self) -> None:
         with self._lock:

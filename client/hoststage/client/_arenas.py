@@ -1,0 +1,201 @@
+"""The arenas of a session in this process: fetched over the fd socket, mapped, addressed slot by slot."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from hoststage.client._wire import Deadline
+from hoststage.client.errors import DaemonUnavailable, DeadlineExceeded
+from hoststage.client.stack import from_wire
+from hoststage.shm import peer
+from hoststage.shm.copy import Offsets
+from hoststage.shm.fdpass import close_all, recv_fds, send_fds
+from hoststage.shm.mapping import Chunk, Mapping, MappingError
+from hoststage.v1 import fdsocket
+from hoststage.v1 import stack_pb2 as pb
+from hoststage.v1.ops import U32
+
+
+class ArenaKind(Enum):
+    """Whose an arena is: the session's own to write, the namespace's to read, or leased whole."""
+
+    WRITE = "write"
+    READ = "read"
+    WHOLE = "whole"
+
+
+class PinLevel(Enum):
+    """How firmly memory is held. `RESIDENT`: populated, on a host without swap."""
+
+    NONE = "none"
+    RESIDENT = "resident"
+    MLOCK = "mlock"
+    CUDA = "cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """What the daemon achieved for one arena, and why not more."""
+
+    level: PinLevel
+    reason: str
+    huge_pages: bool
+
+
+@dataclass(slots=True, eq=False)
+class Arena:
+    """One mapped arena. `page_bytes`: bytes of a page within a slot of `stride` bytes (equal for WHOLE)."""
+
+    arena_id: int
+    kind: ArenaKind
+    pool: int
+    slots: int
+    stride: int
+    page_bytes: int
+    pin: Pin
+    mapping: Mapping
+
+    def view(self, slot: int) -> memoryview:
+        """Return the page in a slot: writable in a write arena, else read-only."""
+        return self.mapping.view(slot * self.stride, self.page_bytes)
+
+    def views(self, slots: Sequence[int] | U32) -> list[memoryview]:
+        """Return the pages in slots, one export for all of them."""
+        whole = self.mapping.view()
+        stride, size = self.stride, self.page_bytes
+        return [whole[slot * stride : slot * stride + size] for slot in map(int, slots)]
+
+    def addresses(self, slots: U32) -> Offsets:
+        """Return the address of each slot. Valid while the caller keeps a view of the mapping."""
+        return self.mapping.address + slots.astype(np.int64) * self.stride
+
+
+@dataclass(slots=True)
+class Arenas:
+    """What a session has mapped: one write and one read arena a pool, in stack order, and what it leased whole."""
+
+    write: dict[int, Arena] = field(default_factory=dict)
+    read: dict[int, Arena] = field(default_factory=dict)
+    whole: dict[int, Arena] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Arena]:
+        return iter([*self.write.values(), *self.read.values(), *self.whole.values()])
+
+    def add(self, arena: Arena) -> None:
+        """Take an arena in."""
+        if arena.kind is ArenaKind.WHOLE:
+            self.whole[arena.arena_id] = arena
+        else:
+            (self.write if arena.kind is ArenaKind.WRITE else self.read)[arena.pool] = arena
+
+    def unmap(self) -> list[Mapping]:
+        """Give all mappings back; returns those that views of the caller still hold."""
+        kept = [arena.mapping for arena in self if not arena.mapping.unmap()]
+        self.write, self.read, self.whole = {}, {}, {}
+        return kept
+
+
+def fetch(
+    fd_socket: str, token: bytes, grants: Sequence[pb.ArenaGrant], page_bytes: Sequence[int], deadline: Deadline
+) -> Arenas:
+    """Fetch the descriptors of the granted arenas and map them.
+
+    page_bytes: bytes of a page, per pool in stack order.
+
+    :raises DaemonUnavailable: where the fd socket cannot be reached or refuses the token, or an arena cannot be mapped.
+    :raises DeadlineExceeded: where it does not answer in time.
+    """
+    chunks = _descriptors(fd_socket, token, deadline)
+    arenas = Arenas()
+    try:
+        for grant in grants:
+            arenas.add(_mapped(grant, chunks.get(grant.arena_id, {}), page_bytes))
+    except (MappingError, OSError) as error:
+        arenas.unmap()
+        raise DaemonUnavailable(f"the daemon's memory cannot be mapped: {error}") from error
+    finally:
+        # A mapping needs no descriptor, and one that stays open would keep the memory of a dead daemon.
+        close_all([fd for parts in chunks.values() for fd, _ in parts.values()])
+    return arenas
+
+
+def _mapped(grant: pb.ArenaGrant, parts: dict[int, tuple[int, int]], page_bytes: Sequence[int]) -> Arena:
+    sizes = list(grant.chunk_bytes)
+    got = [parts[i][1] for i in sorted(parts)]
+    if got != sizes or sorted(parts) != list(range(len(sizes))):
+        raise MappingError(f"arena {grant.arena_id}: chunks of {sizes} bytes were granted, {got} arrived")
+    kind = from_wire(ArenaKind, grant.kind)
+    if kind is None:
+        raise MappingError(f"arena {grant.arena_id}: its kind {grant.kind} is not known to this client")
+    mapping = Mapping.map(
+        [Chunk(parts[i][0], size) for i, size in enumerate(sizes)],
+        kind is not ArenaKind.READ,
+        private_to_process=True,
+        require_seals=True,
+    )
+    size = grant.stride if kind is ArenaKind.WHOLE else page_bytes[grant.pool]
+    if grant.slots * grant.stride > mapping.size or size > grant.stride:
+        mapping.unmap()
+        raise MappingError(
+            f"arena {grant.arena_id}: {grant.slots} slots of {grant.stride} bytes (pages of {size}) do not fit {sum(sizes)}"
+        )
+    pin = Pin(from_wire(PinLevel, grant.pin.level) or PinLevel.NONE, grant.pin.reason, grant.pin.huge_pages)
+    return Arena(grant.arena_id, kind, grant.pool, grant.slots, grant.stride, size, pin, mapping)
+
+
+def _descriptors(path: str, token: bytes, deadline: Deadline) -> dict[int, dict[int, tuple[int, int]]]:
+    """Return `{arena id: {chunk: (descriptor, bytes)}}`; the descriptors are the caller's."""
+    chunks: dict[int, dict[int, tuple[int, int]]] = {}
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.settimeout(max(0.001, deadline.left))
+            sock.connect(path)
+            _ask(sock, token)
+            last = False
+            while not last:
+                sock.settimeout(max(0.001, deadline.left))
+                packet, fds = recv_fds(sock, fdsocket.MAX_PACKET_BYTES, fdsocket.MAX_DESCRIPTORS)
+                last = _take(packet, fds, chunks, path)
+    except BaseException as error:
+        close_all([fd for parts in chunks.values() for fd, _ in parts.values()])
+        if isinstance(error, TimeoutError) and not isinstance(error, DeadlineExceeded):
+            raise DeadlineExceeded(f"the fd socket at {path} did not answer in time") from error
+        if isinstance(error, DaemonUnavailable) or not isinstance(error, OSError | fdsocket.PacketError):
+            raise
+        raise DaemonUnavailable(f"no descriptors from the fd socket at {path}: {error}") from error
+    return chunks
+
+
+def _ask(sock: socket.socket, token: bytes) -> None:
+    own: int | None = None
+    with suppress(OSError):
+        # For daemons on kernels that cannot tell them who connected.
+        own = peer.pidfd_of_self()
+    try:
+        packet = fdsocket.encode_request(fdsocket.Kind.ARENAS, token, has_pidfd=own is not None)
+        send_fds(sock, packet, [] if own is None else [own])
+    finally:
+        if own is not None:
+            os.close(own)
+
+
+def _take(packet: bytes, fds: list[int], chunks: dict[int, dict[int, tuple[int, int]]], path: str) -> bool:
+    try:
+        reply = fdsocket.decode_reply(packet)
+        if reply.refusal:
+            raise DaemonUnavailable(f"the fd socket at {path} refused: {reply.refusal}")
+        if len(reply.records) != len(fds):
+            raise fdsocket.PacketError(f"{len(reply.records)} records came with {len(fds)} descriptors")
+    except BaseException:
+        close_all(fds)
+        raise
+    for record, fd in zip(reply.records, fds, strict=True):
+        chunks.setdefault(record.arena_id, {})[record.chunk] = (fd, record.size)
+    return reply.last
