@@ -1,0 +1,381 @@
+"""One connection of a session, from handshake to loss: stream, lane, arenas, and what is under way on it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from hoststage.client import cuda
+from hoststage.client._arenas import Arenas, fetch
+from hoststage.client._lane import Lane
+from hoststage.client._stream import Stream
+from hoststage.client._wire import Deadline, Message, Request, Router, Waiter, park
+from hoststage.client.errors import DaemonUnavailable, DeadlineExceeded, HostStageError, StackError
+from hoststage.client.stack import PayloadPath, StackSpec
+from hoststage.client.verdict import Finding, Grant, findings_from
+from hoststage.shm.mapping import Mapping
+from hoststage.v1 import hoststage_pb2 as pb
+from hoststage.v1 import ops
+from hoststage.v1.convert import slots_from_proto, slots_to_proto
+
+FEATURES = ("lane", "groups", "revoke", "holds", "credits")
+_M = TypeVar("_M")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `connect` was given. `register`: whether mappings are registered with CUDA: "auto", "never" or "require"."""
+
+    address: str
+    stack: StackSpec
+    worker: str = ""
+    client: str = ""
+    token: str = ""
+    timeout: float = 30.0
+    credits: int = 0
+    register: str = "auto"
+
+    def hello(self, previous: Previous) -> pb.Hello:
+        """Return the first message of the handshake."""
+        return pb.Hello(
+            protocol_min=ops.PROTOCOL_MIN,
+            protocol_max=ops.PROTOCOL_MAX,
+            features=FEATURES,
+            client=self.client,
+            worker=self.worker,
+            stack=self._reachable().to_proto(),
+            token=self.token,
+            previous_session=previous.session,
+            previous_epoch=previous.epoch,
+            retained_bytes=previous.retained_bytes,
+            credits=self.credits,
+            pid=os.getpid(),
+        )
+
+    def _reachable(self) -> StackSpec:
+        """The stack with the paths that the address allows: no memory is shared over TCP, and `imported` is not spoken here."""
+        local = self.address.startswith("unix:")
+        paths = tuple(p for p in self.stack.paths if p is PayloadPath.INLINE or (p is PayloadPath.SHM and local))
+        if not paths:
+            raise StackError(
+                "paths",
+                [p.value for p in self.stack.paths],
+                f"this client can use {'shm and inline' if local else 'inline alone'} at {self.address}",
+            )
+        return replace(self.stack, paths=paths)
+
+
+@dataclass(frozen=True, slots=True)
+class Previous:
+    """The session that a new one replaces (0: none), and bytes of its arenas that views still hold."""
+
+    session: int = 0
+    epoch: bytes = b""
+    retained_bytes: int = 0
+
+
+class Transport(Protocol):
+    """What carries requests: the lane, or the stream."""
+
+    def send(self, message: Request, request_id: int, deadline: Deadline) -> None: ...
+    def wait(self, waiter: Waiter, deadline: Deadline) -> bool: ...
+
+
+class Credits:
+    """Write slots granted ahead, by pool."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ahead: dict[int, list[tuple[int, int]]] = {}
+
+    def add(self, entries: Sequence[ops.PoolSlots]) -> None:
+        """Take granted slots in."""
+        with self._lock:
+            for entry in entries:
+                have = self._ahead.setdefault(entry.pool, [])
+                pairs = zip(entry.slots.tolist(), entry.generations.tolist(), strict=True)
+                have.extend(pair for pair in pairs if pair[0] != ops.NO_SLOT)
+
+    def take(self, counts: Sequence[tuple[int, int]]) -> tuple[ops.PoolSlots, ...] | None:
+        """Return slots for every `(pool, count)`, or None where one pool has too few."""
+        with self._lock:
+            if any(len(self._ahead.get(pool, ())) < n for pool, n in counts):
+                return None
+            taken = []
+            for pool, n in counts:
+                have = self._ahead[pool] if n else []
+                pairs, have[len(have) - n :] = have[len(have) - n :], []
+                taken.append((pool, pairs))
+        return tuple(_slots(pool, pairs) for pool, pairs in taken)
+
+    def withdraw(self, entries: Sequence[ops.PoolSlots]) -> bool:
+        """Forget slots that the daemon wants back; returns whether all of them were unused ones."""
+        left = False
+        with self._lock:
+            for entry in entries:
+                wanted = set(zip(entry.slots.tolist(), entry.generations.tolist(), strict=True))
+                have = self._ahead.get(entry.pool, [])
+                left |= not wanted <= set(have)
+                self._ahead[entry.pool] = [pair for pair in have if pair not in wanted]
+        return not left
+
+    def lacking(self, wanted: Sequence[int]) -> list[tuple[int, int]]:
+        """Return `(pool, count)` of the pools that have less than half of what is wanted."""
+        with self._lock:
+            have = [len(self._ahead.get(pool, ())) for pool in range(len(wanted))]
+        return [(pool, want - h) for pool, (want, h) in enumerate(zip(wanted, have, strict=True)) if 2 * h < want]
+
+
+def _slots(pool: int, pairs: list[tuple[int, int]]) -> ops.PoolSlots:
+    table = np.array(pairs, dtype=np.uint32).reshape(-1, 2)
+    return ops.PoolSlots(pool, np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1]))
+
+
+class Pushed(Protocol):
+    """A load or a commit under way, fed by what the daemon pushes, in the thread that reads."""
+
+    def take(self, message: Message) -> bool:
+        """Take a push; returns whether nothing more will come."""
+        ...
+
+    def lose(self, error: HostStageError) -> None: ...
+
+
+class Link:
+    """An open connection."""
+
+    def __init__(self, options: Options, on_push: Callable[[Link, Message], None]) -> None:
+        self.options = options
+        self.router = Router(self._pushed, self._lost)
+        self.stream = Stream(options.address, self.router)
+        self.lane: Lane | None = None
+        self.arenas = Arenas()
+        self.registration: cuda.Registration | None = None
+        self.credits = Credits()
+        self.credits_wanted: list[int] = []
+        self.welcome = pb.Welcome()
+        self.grant: Grant
+        self.findings: tuple[Finding, ...] = ()
+        self.unreleased: deque[ops.Release] = deque()
+        self.commits: dict[int, Pushed] = {}
+        self.loads: dict[int, Pushed] = {}
+        self.leased: set[int] = set()
+        self.revocations: dict[int, set[int]] = {}
+        self._on_push = on_push
+
+    @classmethod
+    def open(
+        cls, options: Options, previous: Previous, on_push: Callable[[Link, Message], None], deadline: Deadline
+    ) -> Link:
+        """Shake hands, map what was granted, attach. Whatever fails, nothing is left open."""
+        hello = options.hello(previous)
+        link = cls(options, on_push)
+        try:
+            link.welcome = welcome = link.stream.handshake(hello, deadline)
+            link.grant = Grant.from_proto(welcome.grant)
+            link.findings = findings_from(welcome.findings)
+            if link.grant.path is PayloadPath.SHM:
+                link._attach(welcome, deadline)
+            link._ask_credits(deadline)
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    def _attach(self, welcome: pb.Welcome, deadline: Deadline) -> None:
+        sizes = [pool.page_bytes for pool in self.options.stack.pools]
+        if welcome.arenas:
+            self.arenas = fetch(welcome.fd_socket, welcome.fd_token, welcome.arenas, sizes, deadline)
+        self.registration = cuda.register_arenas(list(self.arenas), self.options.register)
+        limit = welcome.limits.max_message_bytes or 64 << 20
+        self.lane = Lane.attach(welcome.lane_socket, welcome.session, welcome.lane_token, self.router, limit, deadline)
+
+    def _ask_credits(self, deadline: Deadline) -> None:
+        most = min(self.options.credits, self.welcome.limits.max_credits)
+        if most <= 0 or self.lane is None:
+            return
+        granted = {g.pool: g.write_slots // 2 for g in self.grant.pools}
+        self.credits_wanted = [min(most, granted.get(pool.name, 0)) for pool in self.options.stack.pools]
+        self.top_up_credits(deadline)
+
+    def top_up_credits(self, deadline: Deadline) -> None:
+        """Ask for slots ahead where they have run low; none are granted where the arena has none to spare."""
+        lacking = self.credits.lacking(self.credits_wanted) if self.credits_wanted else []
+        if not lacking:
+            return
+        span = ops.Span(b"", 1, tuple(ops.PoolRange(pool, 0, n) for pool, n in lacking))
+        reply = self.call(ops.Reserve(span), ops.ReserveReply, deadline, orphan=self.abort_orphan)
+        if reply.outcome is ops.Outcome.ACCEPTED:
+            self.credits.add(reply.slots)
+
+    # -------------------------------------------------------------- facts
+
+    @property
+    def transport(self) -> Transport:
+        return self.stream if self.lane is None else self.lane
+
+    @property
+    def lost(self) -> HostStageError | None:
+        """Why the connection is over, None while it lives."""
+        return self.router.lost
+
+    @property
+    def message_room(self) -> int:
+        """Bytes of payload that fit one message, with room for its frame and fields."""
+        return max(4096, (self.welcome.limits.max_message_bytes or 4 << 20) - 64 * 1024)
+
+    # -------------------------------------------------------------- requests
+
+    def start(
+        self, message: Request, waiter: Waiter, deadline: Deadline, then: Callable[[int], None] | None = None
+    ) -> None:
+        """Send a request that the waiter awaits. `then` learns the request id before anything is sent."""
+        request_id = self.router.register(waiter)
+        if then is not None:
+            then(request_id)
+        try:
+            self.transport.send(message, request_id, deadline)
+        except BaseException:
+            self.router.drop(waiter)
+            raise
+
+    def send_part(self, message: Request, waiter: Waiter, deadline: Deadline) -> None:
+        """Send a further part of a request that was started."""
+        self.transport.send(message, waiter.request_id, deadline)
+
+    def finish(self, waiter: Waiter, deadline: Deadline, what: str) -> object:
+        """Wait for the answer and return it. Raises what the daemon answered, or `DeadlineExceeded`."""
+        if not self.transport.wait(waiter, deadline):
+            if waiter.abandon():
+                raise DeadlineExceeded(f"{what}: no answer within the deadline")
+            park(waiter, Deadline(5.0))
+        if waiter.error is not None:
+            raise waiter.error
+        return waiter.result
+
+    def call(
+        self, message: Request, kind: type[_M], deadline: Deadline, orphan: Callable[[Message], None] | None = None
+    ) -> _M:
+        """Send a request and return its answer, which must be of that kind."""
+        waiter = Waiter(orphan=orphan)
+        self.start(message, waiter, deadline)
+        return self.expect(self.finish(waiter, deadline, _name(message)), kind)
+
+    def expect(self, answer: object, kind: type[_M]) -> _M:
+        """Return the answer as what it must be. Raises `DaemonUnavailable` for a daemon that answers something else."""
+        if isinstance(answer, pb.ServerMessage) and not issubclass(kind, pb.ServerMessage):
+            answer = getattr(answer, answer.WhichOneof("body") or "error")
+        if not isinstance(answer, kind):
+            raise DaemonUnavailable(f"the daemon answered with {type(answer).__name__}, {kind.__name__} was due")
+        return answer
+
+    def post(self, message: Request) -> None:
+        """Send what has no answer, or one that nobody waits for. A lost connection swallows it."""
+        try:
+            if isinstance(message, ops.Release) or message.WhichOneof("body") == "revoke_ack":
+                self.transport.send(message, 0, Deadline(1.0))
+            else:
+                self.start(message, Waiter(), Deadline(1.0))
+        except HostStageError:
+            return
+
+    def release(self, load_id: int) -> None:
+        """Give the leases of a load up."""
+        self.leased.discard(load_id)
+        self.post(ops.Release((load_id,)))
+        self.settle_revocations()
+
+    def abort(self, slots: Sequence[ops.PoolSlots]) -> None:
+        """Give reserved slots back unwritten."""
+        real = [_slots(e.pool, _real_pairs(e)) for e in slots]
+        real = [entry for entry in real if len(entry.slots)]
+        if real:
+            self.post(pb.ClientMessage(abort=pb.Abort(slots=slots_to_proto(real))))
+
+    def abort_orphan(self, message: Message) -> None:
+        """Give back what a reservation was granted after its caller had given up."""
+        if isinstance(message, ops.ReserveReply):
+            self.abort(message.slots)
+
+    def flush_released(self) -> None:
+        """Send releases of loads that were dropped without a release (their finalizers must not send)."""
+        while self.unreleased:
+            release = self.unreleased.popleft()
+            self.leased.difference_update(release.load_ids)
+            self.post(release)
+            self.settle_revocations()
+
+    # -------------------------------------------------------------- pushes
+
+    def _pushed(self, message: Message) -> None:
+        if isinstance(message, ops.Stored):
+            commit = self.commits.get(message.commit_request)
+            if commit is not None and commit.take(message):
+                self.commits.pop(message.commit_request, None)
+        elif isinstance(message, ops.LoadReady):
+            load = self.loads.get(message.load_id)
+            if load is not None and load.take(message):
+                self.loads.pop(message.load_id, None)
+        elif isinstance(message, pb.ServerMessage) and message.WhichOneof("body") == "lease_revoked":
+            self._revoked(message.lease_revoked)
+        self._on_push(self, message)
+
+    def _revoked(self, message: pb.LeaseRevoked) -> None:
+        open_loads = set(message.load_ids) & self.leased
+        # A slot that is being written is committed or aborted soon; the daemon refuses nothing of that, so it needs no answer.
+        self.credits.withdraw(slots_from_proto(message.write_slots))
+        self.revocations[message.revocation] = open_loads
+        self.settle_revocations()
+
+    def settle_revocations(self) -> None:
+        """Acknowledge revocations whose loads have all been released."""
+        for revocation in [r for r, loads in self.revocations.items() if not loads & self.leased]:
+            if self.revocations.pop(revocation, None) is not None:
+                self.post(pb.ClientMessage(revoke_ack=pb.RevokeAck(revocation=revocation)))
+
+    def _lost(self) -> None:
+        assert self.router.lost is not None
+        for table in (self.commits, self.loads):
+            for pushed in list(table.values()):
+                pushed.lose(self.router.lost)
+            table.clear()
+        self._on_push(self, pb.ServerMessage())
+
+    # -------------------------------------------------------------- ending
+
+    def unmap(self) -> list[Mapping]:
+        """Unregister and unmap every arena; returns mappings that views of the caller still hold."""
+        if self.registration is not None:
+            self.registration.close()
+            self.registration = None
+        return self.arenas.unmap()
+
+    def close(self, reason: str = "the session was closed") -> None:
+        """End the connection without a word; safe to repeat."""
+        self.router.fail(reason)
+        if self.lane is not None:
+            self.lane.close(reason)
+            self.lane.dispose()
+        self.stream.close()
+
+    def goodbye(self, deadline: Deadline) -> None:
+        """Say goodbye, after everything was unmapped."""
+        if self.lost is None:
+            self.call(pb.ClientMessage(goodbye=pb.Goodbye()), pb.Done, deadline)
+
+
+def _real_pairs(entry: ops.PoolSlots) -> list[tuple[int, int]]:
+    pairs = zip(entry.slots.tolist(), entry.generations.tolist(), strict=True)
+    return [pair for pair in pairs if pair[0] != ops.NO_SLOT]
+
+
+def _name(message: Request) -> str:
+    if isinstance(message, pb.ClientMessage):
+        return message.WhichOneof("body") or "request"
+    return type(message).__name__.lower()
