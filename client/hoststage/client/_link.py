@@ -25,6 +25,7 @@ from hoststage.v1 import ops
 from hoststage.v1.convert import slots_from_proto, slots_to_proto
 
 FEATURES = ("lane", "groups", "revoke", "holds", "credits")
+_UNANSWERED = ("release", "revoke_ack")
 _M = TypeVar("_M")
 
 
@@ -278,7 +279,7 @@ class Link:
     def post(self, message: Request) -> None:
         """Send what has no answer, or one that nobody waits for. A lost connection swallows it."""
         try:
-            if isinstance(message, ops.Release) or message.WhichOneof("body") == "revoke_ack":
+            if _name(message) in _UNANSWERED:
                 self.transport.send(message, 0, Deadline(1.0))
             else:
                 self.start(message, Waiter(), Deadline(1.0))

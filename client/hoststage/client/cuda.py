@@ -11,10 +11,11 @@ import ctypes
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from hoststage.client._arenas import Arena, ArenaKind
 from hoststage.client.errors import HostStageError
+from hoststage.shm.copy import address_of
 
 MAX_PIECE_BYTES = 64 << 30
 """One huge registration fails on some drivers."""
@@ -213,7 +214,7 @@ def side_stream(device: Any) -> Any:
 
     stream = _side_streams.get(device)
     if stream is None:
-        stream = _side_streams[device] = torch.cuda.Stream(device)
+        stream = _side_streams[device] = cast(Any, torch.cuda.Stream)(device)
     return stream
 
 
@@ -238,7 +239,7 @@ def copy_rows(pairs: Sequence[tuple[Any, memoryview]], *, to_device: bool) -> No
                 flat.copy_(host, non_blocking=True)
             else:
                 host.copy_(flat, non_blocking=True)
-        event = torch.cuda.Event()
+        event = cast(Any, torch.cuda.Event)()
         event.record(stream)
     current.wait_event(event)
     # Blocks in C with the GIL released.
@@ -246,11 +247,8 @@ def copy_rows(pairs: Sequence[tuple[Any, memoryview]], *, to_device: bool) -> No
 
 
 def _host_tensor(page: memoryview) -> Any:
-    import warnings
-
     import torch
 
-    with warnings.catch_warnings():
-        # A page of a read arena is read-only, and only read here.
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.frombuffer(page, dtype=torch.uint8)
+    # Through an address, as torch warns of every read-only buffer; a page of a read arena is only ever read here.
+    place = address_of(page)
+    return torch.frombuffer((ctypes.c_ubyte * place.nbytes).from_address(place.address), dtype=torch.uint8)

@@ -1,0 +1,201 @@
+"""The core that every face shares: the open connection, its replacement after a loss, and the housekeeper."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+from hoststage.client._link import Link, Options, Previous
+from hoststage.client._wire import Deadline, Message, Request
+from hoststage.client.errors import DaemonUnavailable, DeadlineExceeded, ForkedSession, HostStageError, SessionClosed
+from hoststage.shm.mapping import Mapping
+from hoststage.v1 import hoststage_pb2 as pb
+
+_TICK = 0.02
+_BACKOFF_FIRST = 0.05
+_BACKOFF_MOST = 2.0
+_CREDIT_TICKS = 10
+_M = TypeVar("_M")
+
+_forks = 0
+_cores: weakref.WeakSet[Core] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    """A forked child owns nothing of a session: it closes the inherited lane, lest the daemon wait for an end that does not come."""
+    global _forks
+    _forks += 1
+    for core in list(_cores):
+        core.disown()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+class Core:
+    """A session over any number of connections, one at a time."""
+
+    def __init__(self, options: Options, on_push: Callable[[Message], None] | None = None) -> None:
+        self.options = options
+        self.draining = False
+        self._forks = _forks
+        self._closed = False
+        self._on_push = on_push
+        self._reconnect = threading.Lock()
+        self._previous = Previous()
+        self._kept: list[Mapping] = []
+        self._failure: HostStageError | None = None
+        self._backoff = _BACKOFF_FIRST
+        self._not_before = 0.0
+        self.reconnects = 0
+        self.eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.eventfd)
+        self._link = Link.open(options, self._previous, self._pushed, Deadline(options.timeout))
+        _cores.add(self)
+        self.eager = False
+        self._stop = threading.Event()
+        threading.Thread(
+            target=_housekeeping, args=(weakref.ref(self), self._stop), name="hoststage-housekeeper", daemon=True
+        ).start()
+
+    # -------------------------------------------------------------- requests
+
+    def deadline(self, timeout: float | None) -> Deadline:
+        """Return the deadline of a call; the session's own timeout where the call names none."""
+        return Deadline(self.options.timeout if timeout is None else timeout)
+
+    def ready(self, deadline: Deadline) -> Link:
+        """Return the open connection, a new one where the last was lost. Raises `DaemonUnavailable` where there is none now."""
+        self._check()
+        link = self._link
+        return link if link.lost is None else self._replaced(link, deadline)
+
+    def call(self, message: Request, kind: type[_M], deadline: Deadline) -> _M:
+        """Send a request and return its answer."""
+        return self.ready(deadline).call(message, kind, deadline)
+
+    @property
+    def link(self) -> Link:
+        """The connection of now, lost or not."""
+        return self._link
+
+    def _check(self) -> None:
+        if self._forks != _forks:
+            raise ForkedSession
+        if self._closed:
+            raise SessionClosed
+
+    # -------------------------------------------------------------- loss and replacement
+
+    def _replaced(self, lost: Link, deadline: Deadline) -> Link:
+        if not self._reconnect.acquire(timeout=deadline.left):
+            raise DeadlineExceeded("the session is being opened anew; that took longer than this call may")
+        try:
+            self._check()
+            if self._link is not lost and self._link.lost is None:
+                return self._link
+            if time.monotonic() < self._not_before and self._failure is not None:
+                raise DaemonUnavailable(f"the daemon is away; last attempt: {self._failure}")
+            return self._open_anew(deadline)
+        finally:
+            self._reconnect.release()
+
+    def _open_anew(self, deadline: Deadline) -> Link:
+        old = self._link
+        self._retire(old)
+        previous = self._previous
+        retained = self.retained_bytes
+        hello = Previous(previous.session, previous.epoch, retained)
+        try:
+            link = Link.open(self.options, hello, self._pushed, Deadline(min(deadline.left, self.options.timeout)))
+        except HostStageError as error:
+            self._failure = error
+            self._not_before = time.monotonic() + self._backoff
+            self._backoff = min(_BACKOFF_MOST, self._backoff * 2)
+            raise
+        self._link, self._failure, self._backoff, self.draining = link, None, _BACKOFF_FIRST, False
+        self.reconnects += 1
+        return link
+
+    def _retire(self, link: Link) -> None:
+        """Give a lost connection's memory back, before a new one is granted: what stays mapped stays allocated."""
+        if link.welcome.session and link.welcome.session != self._previous.session:
+            self._previous = Previous(link.welcome.session, link.welcome.boot_epoch)
+        self._kept += link.unmap()
+        link.close("the connection was replaced")
+
+    @property
+    def retained_bytes(self) -> int:
+        """Bytes of former arenas that views still hold."""
+        self._kept = [mapping for mapping in self._kept if mapping.resident]
+        return sum(mapping.size for mapping in self._kept)
+
+    # -------------------------------------------------------------- pushes
+
+    def _pushed(self, link: Link, message: Message) -> None:
+        if isinstance(message, pb.ServerMessage) and message.WhichOneof("body") == "draining":
+            self.draining = True
+        with suppress(OSError):
+            os.eventfd_write(self.eventfd, 1)
+        if self._on_push is not None:
+            self._on_push(message)
+
+    def tick(self, count: int) -> None:
+        """Housekeeping: read what came, release what was dropped, reconnect."""
+        link = self._link
+        if link.lost is not None:
+            with suppress(HostStageError):
+                self._replaced(link, Deadline(self.options.timeout))
+            return
+        if link.lane is not None:
+            link.lane.drain(_TICK if self.eager else 0.0)
+        link.flush_released()
+        if link.credits_wanted and count % _CREDIT_TICKS == 0 and not self.draining:
+            with suppress(HostStageError):
+                link.top_up_credits(Deadline(1.0))
+
+    # -------------------------------------------------------------- ending
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Unmap everything, say goodbye, end. Safe to repeat."""
+        if self._forks != _forks:
+            raise ForkedSession
+        if self._closed:
+            return
+        self._closed = True
+        self._stop.set()
+        deadline = Deadline(timeout)
+        with self._reconnect:
+            link = self._link
+            link.flush_released()
+            self._kept += link.unmap()
+            with suppress(HostStageError):
+                if not self.retained_bytes:
+                    # With views alive the memory is still mapped: the daemon must not take the goodbye for an unmapping.
+                    link.goodbye(deadline)
+            link.close()
+
+    def disown(self) -> None:
+        """In a forked child: drop the inherited descriptors."""
+        if self._link.lane is not None:
+            self._link.lane.disown()
+
+
+def _housekeeping(ref: weakref.ref[Core], stop: threading.Event) -> None:
+    """Runs while the session lives. It holds no strong reference between ticks, so that a dropped session ends."""
+    count = 0
+    while True:
+        core = ref()
+        if core is None or stop.is_set():
+            return
+        eager = core.eager and core.link.lost is None
+        core.tick(count)
+        del core
+        count += 1
+        if not eager and stop.wait(_TICK):
+            return

@@ -1,0 +1,216 @@
+"""Keys and pages as callers hand them in: packed keys, rows of host or device memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+
+from hoststage.client import cuda
+from hoststage.client._arenas import Arena
+from hoststage.client.errors import StackError
+from hoststage.shm.copy import Offsets, UnaddressableBuffer, address_of, copy_pages
+from hoststage.v1 import ops
+from hoststage.v1.ops import NO_SLOT, U32
+
+Keys: TypeAlias = Sequence[bytes] | bytes
+"""Keys of one length each, as a list, or as one bytes object with keys of 32 bytes one after the other."""
+
+Rows: TypeAlias = Any
+"""Pages of one pool: a list of buffers of one page each, or one C-contiguous array or tensor whose first axis is the page."""
+
+PACKED_KEY_BYTES = 32
+MAX_KEY_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRun:
+    """Keys packed one after the other."""
+
+    packed: bytes
+    key_bytes: int
+
+    def __len__(self) -> int:
+        return len(self.packed) // self.key_bytes
+
+    def cut(self, start: int, end: int) -> bytes:
+        """Return the packed keys `[start, end)`."""
+        return self.packed[start * self.key_bytes : end * self.key_bytes]
+
+
+def pack_keys(keys: Keys) -> KeyRun:
+    """Return keys packed. Raises `StackError` where there are none, they differ in length, or are too long."""
+    if isinstance(keys, bytes | bytearray | memoryview):
+        packed = bytes(keys)
+        if not packed or len(packed) % PACKED_KEY_BYTES:
+            raise StackError(
+                "keys", f"{len(packed)} packed bytes", f"pass whole keys of {PACKED_KEY_BYTES} bytes, or a list of keys"
+            )
+        return KeyRun(packed, PACKED_KEY_BYTES)
+    if not keys:
+        raise StackError("keys", [], "pass at least one key")
+    size = len(keys[0])
+    packed = b"".join(keys)
+    if not 1 <= size <= MAX_KEY_BYTES or len(packed) != size * len(keys) or any(len(k) != size for k in keys):
+        sizes = sorted({len(key) for key in keys})
+        raise StackError("keys", f"keys of {sizes} bytes", f"pass keys of one length, from 1 to {MAX_KEY_BYTES} bytes")
+    return KeyRun(packed, size)
+
+
+class PageRows:
+    """Rows of one pool, addressed. Keeps the caller's memory alive as long as it is used."""
+
+    def __init__(self, rows: Rows, pool: str, page_bytes: int, *, writable: bool) -> None:
+        self._keep = rows
+        self._page_bytes = page_bytes
+        self._addresses: Offsets | None = None
+        self._tensors: list[Any] = []
+        if isinstance(rows, list | tuple):
+            self.count = len(rows)
+            self._take_list(rows, pool, writable)
+        else:
+            self.count = self._take_array(rows, pool, writable)
+
+    def _take_list(self, rows: Sequence[Any], pool: str, writable: bool) -> None:
+        if any(cuda.on_device(row) for row in rows):
+            self._tensors = [self._device_row(row, f"pages[{pool!r}][{i}]") for i, row in enumerate(rows)]
+            return
+        addresses = np.empty(len(rows), dtype=np.int64)
+        for i, row in enumerate(rows):
+            addresses[i] = self._address(row, f"pages[{pool!r}][{i}]", self._page_bytes, writable)
+        self._addresses = addresses
+
+    def _take_array(self, rows: Any, pool: str, writable: bool) -> int:
+        name = f"pages[{pool!r}]"
+        shape = tuple(getattr(rows, "shape", ()))
+        if not shape:
+            raise StackError(
+                name, type(rows).__name__, "pass a list of buffers, or an array whose first axis is the page"
+            )
+        if cuda.on_device(rows):
+            self._tensors = [self._device_row(row, name) for row in rows]
+        else:
+            base = self._address(rows, name, shape[0] * self._page_bytes, writable)
+            self._addresses = base + np.arange(shape[0], dtype=np.int64) * self._page_bytes
+        return int(shape[0])
+
+    def _address(self, buffer: Any, name: str, size: int, writable: bool) -> int:
+        try:
+            place = address_of(buffer)
+        except UnaddressableBuffer as error:
+            raise StackError(name, type(buffer).__name__, str(error)) from error
+        if place.nbytes != size:
+            raise StackError(
+                name, f"{place.nbytes} bytes", f"{size} bytes are due: pages of this pool have {self._page_bytes}"
+            )
+        if writable and place.readonly:
+            raise StackError(name, "read-only", "pass memory that may be written")
+        return place.address
+
+    def _device_row(self, row: Any, name: str) -> Any:
+        if not cuda.on_device(row) or not row.is_contiguous() or row.nbytes != self._page_bytes:
+            raise StackError(
+                name, "a row", f"pass contiguous CUDA tensors of {self._page_bytes} bytes a page throughout"
+            )
+        return row
+
+    def to_arena(self, first: int, arena: Arena, slots: U32) -> None:
+        """Copy rows from `first` on into slots; rows whose slot is `NO_SLOT` are skipped."""
+        self._copy(first, arena, slots, to_arena=True)
+
+    def from_arena(self, first: int, arena: Arena, slots: U32) -> None:
+        """Copy slots into rows from `first` on."""
+        self._copy(first, arena, slots, to_arena=False)
+
+    def _copy(self, first: int, arena: Arena, slots: U32, *, to_arena: bool) -> None:
+        wanted = np.flatnonzero(slots != NO_SLOT)
+        if not len(wanted):
+            return
+        if self._tensors:
+            pages = arena.views(slots[wanted])
+            cuda.copy_rows(
+                [(self._tensors[first + i], page) for i, page in zip(wanted.tolist(), pages, strict=True)],
+                to_device=not to_arena,
+            )
+            return
+        assert self._addresses is not None
+        # The view keeps the range mapped, should the session be lost and its arenas given back meanwhile.
+        guard = arena.mapping.view()
+        rows, places = self._addresses[first + wanted], arena.addresses(slots[wanted])
+        if to_arena:
+            copy_pages(0, places, 0, rows, self._page_bytes)
+        else:
+            copy_pages(0, rows, 0, places, self._page_bytes)
+        guard.release()
+
+    def row_bytes(self, i: int) -> bytes:
+        """Return the bytes of one row, for messages."""
+        if self._tensors:
+            import torch
+
+            host = self._tensors[i].reshape(-1).view(torch.uint8).cpu()
+            return cast(bytes, host.numpy().tobytes())
+        assert self._addresses is not None
+        return ctypes.string_at(int(self._addresses[i]), self._page_bytes)
+
+    def fill_row(self, i: int, data: memoryview) -> None:
+        """Write bytes of a message into one row."""
+        if self._tensors:
+            cuda.copy_rows([(self._tensors[i], data)], to_device=True)
+            return
+        assert self._addresses is not None
+        source = address_of(data)
+        ctypes.memmove(int(self._addresses[i]), source.address, self._page_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Pages of one pool in a span: row `row` is the page of key `first`."""
+
+    pool: int
+    first: int
+    count: int
+    row: int
+
+    @property
+    def range(self) -> ops.PoolRange:
+        return ops.PoolRange(self.pool, self.first, self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Keys `[start, end)` of a run that make one commit; the parts count from `start`."""
+
+    start: int
+    end: int
+    parts: tuple[Part, ...]
+
+
+def split(keys: int, ranges: Sequence[ops.PoolRange], room: Sequence[int], most_keys: int) -> list[Piece]:
+    """Cut a run into consecutive commits.
+
+    ranges: pages of each pool in the run. room: per range, the most pages that one commit may have. most_keys: of one span. Where the whole
+    run does not fit, pieces of half the room are cut, so that one drains while the next is written.
+    """
+    fits = keys <= most_keys and all(r.count <= n for r, n in zip(ranges, room, strict=True))
+    caps = list(room) if fits else [max(1, n // 2) for n in room]
+    out = []
+    start = 0
+    while start < keys:
+        end = min(keys, start + most_keys)
+        for r, cap in zip(ranges, caps, strict=True):
+            begin = max(start, r.first)
+            if r.first + r.count > begin + cap:
+                end = min(end, begin + cap)
+        parts = []
+        for r in ranges:
+            low, high = max(start, r.first), min(end, r.first + r.count)
+            if low < high:
+                parts.append(Part(r.pool, low - start, high - low, low - r.first))
+        if parts:
+            out.append(Piece(start, end, tuple(parts)))
+        start = end
+    return out
