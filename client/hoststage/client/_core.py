@@ -55,7 +55,8 @@ class Core:
         self.reconnects = 0
         self.eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self.eventfd)
-        self._link = Link.open(options, self._previous, self._pushed, Deadline(options.timeout))
+        self._push_hook = _weakly(weakref.WeakMethod(self._pushed))
+        self._link = Link.open(options, self._previous, self._push_hook, Deadline(options.timeout))
         _cores.add(self)
         self.eager = False
         self._stop = threading.Event()
@@ -112,7 +113,7 @@ class Core:
         retained = self.retained_bytes
         hello = Previous(previous.session, previous.epoch, retained)
         try:
-            link = Link.open(self.options, hello, self._pushed, Deadline(min(deadline.left, self.options.timeout)))
+            link = Link.open(self.options, hello, self._push_hook, Deadline(min(deadline.left, self.options.timeout)))
         except HostStageError as error:
             self._failure = error
             self._not_before = time.monotonic() + self._backoff
@@ -186,13 +187,29 @@ class Core:
             self._link.lane.disown()
 
 
+def _weakly(method: weakref.WeakMethod[Callable[[Link, Message], None]]) -> Callable[[Link, Message], None]:
+    """Return a handler that keeps nothing alive: the threads of a connection outlive a session that was merely dropped."""
+
+    def handle(link: Link, message: Message) -> None:
+        target = method()
+        if target is not None:
+            target(link, message)
+
+    return handle
+
+
 def _housekeeping(ref: weakref.ref[Core], stop: threading.Event) -> None:
     """Runs while the session lives. It holds no strong reference between ticks, so that a dropped session ends."""
     count = 0
-    while True:
+    link: Link | None = None
+    while not stop.is_set():
         core = ref()
-        if core is None or stop.is_set():
+        if core is None:
+            if link is not None:
+                link.unmap()
+                link.close("the session was dropped")
             return
+        link = core.link
         eager = core.eager and core.link.lost is None
         core.tick(count)
         del core

@@ -1,0 +1,357 @@
+"""Storing: runs of keys in commits, each reserved, copied and committed, and the ticket that covers them all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from hoststage.client._arenas import Arena
+from hoststage.client._core import Core
+from hoststage.client._inline import inline_store
+from hoststage.client._link import Link
+from hoststage.client._pages import KeyRun, Keys, PageRows, Piece, Rows, pack_keys, split
+from hoststage.client._wire import Deadline, Message, Waiter
+from hoststage.client.errors import DeadlineExceeded, HostStageError, StackError
+from hoststage.v1 import ops
+from hoststage.v1.ops import NO_SLOT, Outcome, PoolRange
+
+_GOOD = (Outcome.STORED, Outcome.RESIDENT, Outcome.BELIEVED_STORED)
+_BYTES_PER_PAGE_ON_WIRE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StoreResult:
+    """What became of a store. `pages`: pages that this store wrote; what was believed stored is not among them.
+
+    outcome: STORED, RESIDENT (there is no store: kept in host memory), BELIEVED_STORED where all pages were, else the first
+    reason why a part was not taken. `detail` says it in words.
+    """
+
+    outcome: Outcome
+    pages: int = 0
+    detail: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything is stored, resident or believed stored."""
+        return self.outcome in _GOOD
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+class _CommitPart:
+    """One commit of a ticket."""
+
+    __slots__ = ("error", "result", "ticket")
+
+    def __init__(self, ticket: StoreTicket) -> None:
+        self.ticket = ticket
+        self.result: StoreResult | None = None
+        self.error: HostStageError | None = None
+
+    def take(self, message: Message) -> bool:
+        assert isinstance(message, ops.Stored)
+        self.end(StoreResult(message.outcome, message.pages, message.detail))
+        return True
+
+    def lose(self, error: HostStageError) -> None:
+        self.error = error
+        self.ticket._part_ended()
+
+    def refuse(self, outcome: Outcome, detail: str) -> None:
+        self.end(StoreResult(outcome, 0, detail))
+
+    def end(self, result: StoreResult) -> None:
+        self.result = result
+        self.ticket._part_ended()
+
+
+class StoreTicket:
+    """What became of a store, as it becomes known. A ticket covers every commit of its run."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._lock = threading.Lock()
+        self._parts: list[_CommitPart] = []
+        self._open = 0
+        self._sealed = False
+        self._waiter = Waiter()
+        self._callbacks: list[Callable[[StoreTicket], object]] = []
+
+    # The storing side.
+
+    def _begin(self) -> _CommitPart:
+        part = _CommitPart(self)
+        with self._lock:
+            self._parts.append(part)
+            self._open += 1
+        return part
+
+    def _part_ended(self) -> None:
+        with self._lock:
+            self._open -= 1
+        self._maybe_end()
+
+    def _seal(self) -> None:
+        with self._lock:
+            self._sealed = True
+        self._maybe_end()
+
+    def _maybe_end(self) -> None:
+        with self._lock:
+            if self._waiter.done or self._open or not self._sealed:
+                return
+            callbacks, self._callbacks = self._callbacks, []
+            self._waiter.finish(ops.Release())
+        for callback in callbacks:
+            callback(self)
+
+    # The caller's side.
+
+    @property
+    def done(self) -> bool:
+        """Whether the outcome is known."""
+        return self._waiter.done
+
+    @property
+    def outcome(self) -> Outcome:
+        """PENDING until everything is known, then as in `StoreResult`; CANCELLED where the session was lost."""
+        if not self.done:
+            return Outcome.PENDING
+        return Outcome.CANCELLED if self._error() else self._result().outcome
+
+    def add_done_callback(self, callback: Callable[[StoreTicket], object]) -> None:
+        """Call back once the outcome is known, in the thread that reads; at once where it is. It must neither block nor raise."""
+        with self._lock:
+            if not self._waiter.done:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def wait(self, timeout: float | None = None) -> StoreResult:
+        """Wait until every page is stored or dropped.
+
+        :raises DeadlineExceeded: where that takes longer than `timeout` seconds (None: the session's timeout).
+        :raises SessionLost: where the connection broke first: whether the pages were stored is not known.
+        """
+        seconds = self._link.options.timeout if timeout is None else timeout
+        if not self._link.transport.wait(self._waiter, Deadline(seconds)):
+            raise DeadlineExceeded(
+                f"the pages were not stored within {seconds:g} seconds; the ticket may be waited for again"
+            )
+        error = self._error()
+        if error is not None:
+            raise error
+        return self._result()
+
+    def _error(self) -> HostStageError | None:
+        return next((part.error for part in self._parts if part.error is not None), None)
+
+    def _result(self) -> StoreResult:
+        results = [part.result for part in self._parts if part.result is not None]
+        pages = sum(r.pages for r in results if r.outcome in (Outcome.STORED, Outcome.RESIDENT))
+        for rank in (lambda r: not r.ok, lambda r: r.outcome is not Outcome.BELIEVED_STORED, lambda r: True):
+            found = next((r for r in results if rank(r)), None)
+            if found is not None:
+                return StoreResult(found.outcome, pages, found.detail)
+        return StoreResult(Outcome.BELIEVED_STORED)
+
+
+def ranges_of(core: Core, keys: int, counts: Mapping[str, int], first: Mapping[str, int] | None) -> list[PoolRange]:
+    """Return the range of each pool: by default the last pages of the run. Raises `StackError`."""
+    out = []
+    for pool, count in counts.items():
+        place = core.options.stack.index_of(pool)
+        at = keys - count if first is None or pool not in first else first[pool]
+        if count < 0 or at < 0 or at + count > keys:
+            raise StackError(f"pages[{pool!r}]", f"{count} pages from key {at}", f"the run has {keys} keys")
+        if count:
+            out.append(PoolRange(place, at, count))
+    if not out:
+        raise StackError("pages", dict(counts), "pass at least one page")
+    return out
+
+
+def store(
+    core: Core,
+    keys: Keys,
+    pages: Mapping[str, Rows],
+    first: Mapping[str, int] | None,
+    parent: bytes,
+    deadline: Deadline,
+) -> StoreTicket:
+    """Store a run; see `Session.store`."""
+    run = pack_keys(keys)
+    stack = core.options.stack
+    rows = {
+        stack.index_of(name): PageRows(given, name, stack.pools[stack.index_of(name)].page_bytes, writable=False)
+        for name, given in pages.items()
+    }
+    counts = {name: rows[stack.index_of(name)].count for name in pages}
+    ranges = ranges_of(core, len(run), counts, first)
+    link = core.ready(deadline)
+    ticket = StoreTicket(link)
+    try:
+        for piece in split(len(run), ranges, _room(link, ranges), _most_keys(link, run, ranges)):
+            before = run.cut(piece.start - 1, piece.start) if piece.start and parent else parent
+            span = ops.Span(run.cut(piece.start, piece.end), run.key_bytes, tuple(p.range for p in piece.parts), before)
+            if link.lane is None:
+                going_on = inline_store(link, ticket._begin(), span, piece, rows, deadline)
+            else:
+                going_on = _store_piece(link, ticket._begin(), span, piece, rows, deadline)
+            if not going_on:
+                # What follows in the prefix is of no use without this part.
+                break
+    finally:
+        ticket._seal()
+    return ticket
+
+
+def _room(link: Link, ranges: Sequence[PoolRange]) -> list[int]:
+    """Pages of each range's pool that one commit may have."""
+    slots = {link.options.stack.index_of(g.pool): g.write_slots for g in link.grant.pools}
+    return [max(1, int(slots.get(r.pool, 1))) for r in ranges]
+
+
+def _most_keys(link: Link, run: KeyRun, ranges: Sequence[PoolRange]) -> int:
+    per_key = run.key_bytes + _BYTES_PER_PAGE_ON_WIRE * len(ranges)
+    return max(1, min(link.welcome.limits.max_span_keys or len(run), link.message_room // per_key))
+
+
+def _store_piece(
+    link: Link, part: _CommitPart, span: ops.Span, piece: Piece, rows: Mapping[int, PageRows], deadline: Deadline
+) -> bool:
+    """Store one commit; returns whether the next one may follow."""
+    try:
+        slots = link.credits.take([(p.pool, p.count) for p in piece.parts]) if link.credits_wanted else None
+        if slots is None:
+            reply = link.call(ops.Reserve(span, deadline.left_ms), ops.ReserveReply, deadline, link.abort_orphan)
+            if reply.outcome is not Outcome.ACCEPTED:
+                part.end(StoreResult(reply.outcome, 0, reply.detail))
+                return reply.outcome in _GOOD
+            slots = reply.slots
+        try:
+            for p, entry in zip(piece.parts, slots, strict=True):
+                rows[p.pool].to_arena(p.row, link.arenas.write[p.pool], entry.slots)
+        except BaseException:
+            link.abort(slots)
+            raise
+        return commit(link, part, span, slots, deadline)
+    except HostStageError as error:
+        if part.result is None and part.error is None:
+            part.lose(error)
+        raise
+
+
+def commit(link: Link, part: _CommitPart, span: ops.Span, slots: tuple[ops.PoolSlots, ...], deadline: Deadline) -> bool:
+    """Commit written slots for a part of a ticket; returns whether they were taken or already there.
+
+    After a timeout the commit stands as the daemon had it: the part's outcome may still come.
+    """
+    waiter = Waiter()
+    link.start(ops.Commit(span, slots), waiter, deadline, lambda request: link.commits.__setitem__(request, part))
+    try:
+        reply = link.expect(link.finish(waiter, deadline, "commit"), ops.CommitReply)
+    except DeadlineExceeded:
+        raise
+    except HostStageError:
+        link.commits.pop(waiter.request_id, None)
+        raise
+    if reply.credits:
+        link.credits.add(reply.credits)
+    if reply.outcome is Outcome.ACCEPTED:
+        return True
+    link.commits.pop(waiter.request_id, None)
+    if reply.outcome is not Outcome.BELIEVED_STORED:
+        link.abort(slots)
+    part.end(StoreResult(reply.outcome, 0, reply.detail))
+    return reply.outcome is Outcome.BELIEVED_STORED
+
+
+class WriteBatch:
+    """Write slots reserved for a run, to be written in place and then committed, or aborted.
+
+    As a context manager it aborts where nothing was committed. `views[pool]` has one writable page for each page of the pool's
+    range, None for pages that are believed stored already. After `commit` or `abort` the views must not be written any more.
+    """
+
+    def __init__(self, link: Link, span: ops.Span, reply: ops.ReserveReply, names: Sequence[str]) -> None:
+        self.outcome = reply.outcome
+        self.detail = reply.detail
+        self.views: dict[str, list[memoryview | None]] = {}
+        self._link = link
+        self._span = span
+        self._slots = reply.slots if reply.outcome is Outcome.ACCEPTED else ()
+        for r, entry in zip(span.ranges, self._slots, strict=False):
+            self.views[names[r.pool]] = _slot_views(link.arenas.write[r.pool], entry)
+
+    def __bool__(self) -> bool:
+        return self.outcome is Outcome.ACCEPTED
+
+    @property
+    def open(self) -> bool:
+        """Whether slots are held that are neither committed nor aborted."""
+        return bool(self._slots)
+
+    def commit(self, timeout: float | None = None) -> StoreTicket:
+        """Make the pages visible together; the ticket tells when they are stored."""
+        ticket = StoreTicket(self._link)
+        part = ticket._begin()
+        slots, self._slots = self._slots, ()
+        self.views = {}
+        try:
+            if not slots:
+                part.end(
+                    StoreResult(self.outcome if not self else Outcome.CANCELLED, 0, self.detail or "nothing is held")
+                )
+            else:
+                seconds = self._link.options.timeout if timeout is None else timeout
+                commit(self._link, part, self._span, slots, Deadline(seconds))
+        finally:
+            ticket._seal()
+        return ticket
+
+    def abort(self) -> None:
+        """Give the slots back unwritten; safe to repeat."""
+        slots, self._slots = self._slots, ()
+        self.views = {}
+        if slots:
+            self._link.abort(slots)
+
+    def __enter__(self) -> WriteBatch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+
+def _slot_views(arena: Arena, entry: ops.PoolSlots) -> list[memoryview | None]:
+    whole = arena.mapping.view()
+    stride, size = arena.stride, arena.page_bytes
+    return [None if s == NO_SLOT else whole[s * stride : s * stride + size] for s in entry.slots.tolist()]
+
+
+def reserve(
+    core: Core,
+    keys: Keys,
+    counts: Mapping[str, int],
+    first: Mapping[str, int] | None,
+    parent: bytes,
+    deadline: Deadline,
+    wait: float,
+) -> WriteBatch:
+    """Reserve write slots for a run; see `Session.reserve`."""
+    run = pack_keys(keys)
+    ranges = ranges_of(core, len(run), counts, first)
+    link = core.ready(deadline)
+    if link.lane is None:
+        raise StackError("path", "inline", "pages can be written in place over shm alone; use store()")
+    span = ops.Span(run.packed, run.key_bytes, tuple(ranges), parent)
+    request = ops.Reserve(span, int(min(wait, deadline.left) * 1000))
+    reply = link.call(request, ops.ReserveReply, deadline, link.abort_orphan)
+    return WriteBatch(link, span, reply, [pool.name for pool in core.options.stack.pools])
