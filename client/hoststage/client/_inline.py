@@ -41,8 +41,7 @@ def inline_store(
             link.send_part(pb.ClientMessage(inline_store=message), waiter, deadline)
         reply = link.expect(link.finish(waiter, deadline, "inline store"), ops.CommitReply)
     except HostStageError as error:
-        if link.commits.pop(waiter.request_id, None) is not None or link.lost is None:
-            part.lose(error)
+        part.lose(error)
         raise
     if reply.outcome is Outcome.ACCEPTED:
         return True
@@ -79,7 +78,7 @@ def _cut(piece: Piece, rows: Mapping[int, PageRows], most: int) -> Iterator[pb.I
 
 
 class InlineLoading(Waiter):
-    """The answers to one inline load: pages are put together as their parts come."""
+    """The answers to one inline load: pages are put together as their parts come, by pool and place in the prefix."""
 
     __slots__ = ("_page_bytes", "outcome", "pages", "prefix", "ranges", "text")
 
@@ -111,10 +110,11 @@ class InlineLoading(Waiter):
     def _put(self, page: pb.InlinePage) -> None:
         if page.range >= len(self.ranges):
             return
-        size = self._page_bytes[self.ranges[page.range].pool]
-        buffer = self.pages.get((page.range, page.page))
+        r = self.ranges[page.range]
+        size = self._page_bytes[r.pool]
+        buffer = self.pages.get((r.pool, r.first + page.page))
         if buffer is None:
-            buffer = self.pages[page.range, page.page] = bytearray(size)
+            buffer = self.pages[r.pool, r.first + page.page] = bytearray(size)
         end = page.offset + len(page.data)
         if end <= size:
             buffer[page.offset : end] = page.data

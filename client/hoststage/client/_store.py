@@ -45,10 +45,11 @@ class StoreResult:
 class _CommitPart:
     """One commit of a ticket."""
 
-    __slots__ = ("error", "result", "ticket")
+    __slots__ = ("error", "over", "result", "ticket")
 
     def __init__(self, ticket: StoreTicket) -> None:
         self.ticket = ticket
+        self.over = False
         self.result: StoreResult | None = None
         self.error: HostStageError | None = None
 
@@ -58,15 +59,18 @@ class _CommitPart:
         return True
 
     def lose(self, error: HostStageError) -> None:
-        self.error = error
-        self.ticket._part_ended()
+        """End by the loss of the connection, or of the call; the first ending counts."""
+        if self.ticket._claim(self):
+            self.error = error
+            self.ticket._part_ended()
 
     def refuse(self, outcome: Outcome, detail: str) -> None:
         self.end(StoreResult(outcome, 0, detail))
 
     def end(self, result: StoreResult) -> None:
-        self.result = result
-        self.ticket._part_ended()
+        if self.ticket._claim(self):
+            self.result = result
+            self.ticket._part_ended()
 
 
 class StoreTicket:
@@ -89,6 +93,11 @@ class StoreTicket:
             self._parts.append(part)
             self._open += 1
         return part
+
+    def _claim(self, part: _CommitPart) -> bool:
+        with self._lock:
+            was, part.over = part.over, True
+            return not was
 
     def _part_ended(self) -> None:
         with self._lock:
@@ -153,10 +162,10 @@ class StoreTicket:
     def _result(self) -> StoreResult:
         results = [part.result for part in self._parts if part.result is not None]
         pages = sum(r.pages for r in results if r.outcome in (Outcome.STORED, Outcome.RESIDENT))
-        for rank in (lambda r: not r.ok, lambda r: r.outcome is not Outcome.BELIEVED_STORED, lambda r: True):
-            found = next((r for r in results if rank(r)), None)
-            if found is not None:
-                return StoreResult(found.outcome, pages, found.detail)
+        failed = [r for r in results if not r.ok]
+        written = [r for r in results if r.outcome is not Outcome.BELIEVED_STORED]
+        for found in (*failed[:1], *written[:1]):
+            return StoreResult(found.outcome, pages, found.detail)
         return StoreResult(Outcome.BELIEVED_STORED)
 
 
@@ -241,8 +250,7 @@ def _store_piece(
             raise
         return commit(link, part, span, slots, deadline)
     except HostStageError as error:
-        if part.result is None and part.error is None:
-            part.lose(error)
+        part.lose(error)
         raise
 
 

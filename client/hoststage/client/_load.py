@@ -1,0 +1,447 @@
+"""Reading: lookups and their pins, loads and what they hand out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import numpy as np
+
+from hoststage.client._core import Core
+from hoststage.client._inline import InlineLoading
+from hoststage.client._link import Link
+from hoststage.client._pages import KeyRun, Keys, PageRows, Rows, pack_keys
+from hoststage.client._wire import Deadline, Message, Waiter
+from hoststage.client.errors import DeadlineExceeded, HostStageError, StackError
+from hoststage.v1 import convert, ops
+from hoststage.v1 import hoststage_pb2 as pb
+from hoststage.v1.ops import U32, Outcome
+
+# The daemon answers READY or MISS by the deadline that it is told: a little before ours.
+_SHARE_OF_DEADLINE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Which prefixes of a run can be restored: every length, as inclusive runs `(first, last)`, ascending.
+
+    `pin` keeps what was answered from being evicted until a load consumes it or it expires; 0: nothing was pinned. Pins belong to the
+    connection that gave them: one given before a loss is void and does no harm.
+    """
+
+    runs: tuple[tuple[int, int], ...] = ()
+    pin: int = 0
+    _link: Link | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def longest(self) -> int:
+        """The longest restorable prefix in pages, 0 for a miss."""
+        return self.runs[-1][1] if self.runs else 0
+
+    def __bool__(self) -> bool:
+        return bool(self.runs)
+
+    def restorable(self, prefix: int) -> bool:
+        """Return whether a prefix of that many pages can be restored."""
+        return any(first <= prefix <= last for first, last in self.runs)
+
+    def longest_at_most(self, prefix: int) -> int:
+        """Return the longest restorable prefix of at most `prefix` pages, 0 where there is none."""
+        return max((min(last, prefix) for first, last in self.runs if first <= prefix), default=0)
+
+    def release(self) -> None:
+        """Give the pin up, where no load will consume it."""
+        if self.pin and self._link is not None:
+            self._link.post(ops.Release((), (self.pin,)))
+
+    def pin_for(self, link: Link) -> int:
+        """Return the pin as that connection knows it, 0 where another one gave it."""
+        return self.pin if self._link is link else 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadGroup:
+    """Pages of a load that have arrived. `first[pool]`: place in the prefix of the first page of `pages[pool]`."""
+
+    first: dict[str, int]
+    pages: dict[str, list[memoryview]]
+
+
+@dataclass(slots=True)
+class _Extent:
+    """Slots of consecutive pages."""
+
+    first: int
+    slots: U32
+
+
+class LoadOp:
+    """A load under way: fed in the thread that reads, awaited in the caller's."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.load_id = 0
+        self.prefix = 0
+        self.outcome = Outcome.PENDING
+        self.detail = ""
+        self.error: HostStageError | None = None
+        self.groups: list[dict[int, list[_Extent]]] = []
+        self.final = Waiter()
+        self._lock = threading.Lock()
+        self._next = Waiter()
+        self._given_up = False
+
+    def on_reply(self, message: Message) -> None:
+        """Take the reply, before the thread that reads goes on to pushes that follow it."""
+        if not isinstance(message, ops.LoadReply):
+            return
+        self.load_id = message.load_id
+        if message.outcome is Outcome.PENDING:
+            self.link.leased.add(message.load_id)
+            self.link.loads[message.load_id] = self
+            return
+        if message.outcome is Outcome.READY:
+            self.link.leased.add(message.load_id)
+        self._arrived(message.outcome, message.prefix, message.ranges, message.slots, message.detail, last=True)
+
+    def orphaned(self, message: Message) -> None:
+        """The reply came after the caller had given up."""
+        if isinstance(message, ops.LoadReply):
+            self._given_up = True
+            self.on_reply(message)
+            if message.outcome is Outcome.PENDING:
+                self._cancel()
+
+    def take(self, message: Message) -> bool:
+        assert isinstance(message, ops.LoadReady)
+        self._arrived(message.outcome, message.prefix, message.ranges, message.slots, message.detail, last=message.last)
+        return message.last
+
+    def lose(self, error: HostStageError) -> None:
+        with self._lock:
+            self.error = error
+            self._next.fail(error)
+        self.final.fail(error)
+
+    def _arrived(
+        self,
+        outcome: Outcome,
+        prefix: int,
+        ranges: Sequence[ops.PoolRange],
+        slots: Sequence[ops.PoolSlots],
+        detail: str,
+        *,
+        last: bool,
+    ) -> None:
+        group: dict[int, list[_Extent]] = {}
+        for r, entry in zip(ranges, slots, strict=False):
+            group.setdefault(r.pool, []).append(_Extent(r.first, entry.slots))
+        with self._lock:
+            if group:
+                self.groups.append(group)
+            if last:
+                self.outcome, self.prefix, self.detail = outcome, prefix, detail
+            waiter, self._next = self._next, Waiter()
+            given_up = self._given_up
+        if last:
+            if given_up and outcome is Outcome.READY:
+                self.link.release(self.load_id)
+            elif outcome is not Outcome.READY:
+                self.link.leased.discard(self.load_id)
+                self.link.settle_revocations()
+            self.final.finish(ops.Release())
+        waiter.finish(ops.Release())
+
+    def give_up(self) -> None:
+        """Nobody wants the result any more: what is or will be leased goes back."""
+        with self._lock:
+            self._given_up = True
+            over = self.outcome
+        if over is Outcome.READY:
+            self.link.release(self.load_id)
+        elif over is Outcome.PENDING and self.load_id:
+            self._cancel()
+
+    def _cancel(self) -> None:
+        self.link.post(pb.ClientMessage(cancel_load=pb.CancelLoad(load_id=self.load_id)))
+
+    def each(self, deadline: Deadline) -> Iterator[dict[int, list[_Extent]]]:
+        """Yield groups as they arrive."""
+        seen = 0
+        while True:
+            with self._lock:
+                fresh, seen = self.groups[seen:], len(self.groups)
+                over, waiter = self.outcome is not Outcome.PENDING, self._next
+                if self.error is not None:
+                    raise self.error
+            yield from fresh
+            if over:
+                return
+            if not self.link.transport.wait(waiter, deadline):
+                raise DeadlineExceeded("load: the pages did not arrive within the deadline")
+
+    def extents(self) -> dict[int, list[_Extent]]:
+        """Return what lies within the prefix that is really there, by pool, in order."""
+        out: dict[int, list[_Extent]] = {}
+        for group in self.groups:
+            for pool, extents in group.items():
+                for extent in extents:
+                    keep = min(len(extent.slots), self.prefix - extent.first)
+                    if keep > 0:
+                        out.setdefault(pool, []).append(_Extent(extent.first, extent.slots[:keep]))
+        for pool_extents in out.values():
+            pool_extents.sort(key=lambda extent: extent.first)
+        return out
+
+
+class Loaded:
+    """The pages of a loaded prefix; falsy for a miss.
+
+    The pages are read-only views of memory that the daemon fills: zero-copy, valid until `release` (or the end of a `with` block),
+    after which the daemon may put other pages there. Pages that were copied into the caller's memory are leased no more.
+    """
+
+    def __init__(
+        self, names: Sequence[str], prefix: int = 0, outcome: Outcome = Outcome.MISS, detail: str = ""
+    ) -> None:
+        self.prefix = prefix
+        self.outcome = outcome
+        self.detail = detail
+        self._names = names
+        self._op: LoadOp | None = None
+        self._first: dict[str, int] = {}
+        self._pages: dict[str, list[memoryview]] = {}
+        self._released = False
+
+    @classmethod
+    def of_slots(cls, names: Sequence[str], op: LoadOp, extents: Mapping[int, list[_Extent]], *, views: bool) -> Loaded:
+        """Hand out leased slots."""
+        loaded = cls(names, op.prefix, op.outcome, op.detail)
+        loaded._op = op
+        for pool, parts in extents.items():
+            loaded._first[names[pool]] = parts[0].first
+            if views:
+                arena = op.link.arenas.read[pool]
+                loaded._pages[names[pool]] = arena.views(np.concatenate([part.slots for part in parts]))
+        return loaded
+
+    @classmethod
+    def of_bytes(cls, names: Sequence[str], answers: InlineLoading) -> Loaded:
+        """Hand out pages that came as bytes."""
+        loaded = cls(names, answers.prefix, answers.outcome, answers.text)
+        if loaded:
+            for pool, place in sorted(answers.pages):
+                if place < answers.prefix:
+                    loaded._first.setdefault(names[pool], place)
+                    page = memoryview(answers.pages[pool, place]).toreadonly()
+                    loaded._pages.setdefault(names[pool], []).append(page)
+        return loaded
+
+    def __bool__(self) -> bool:
+        return self.outcome is Outcome.READY
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """Names of the pools that have pages."""
+        return tuple(self._first)
+
+    def first(self, pool: str) -> int:
+        """Return the place in the prefix of the pool's first page; the prefix itself where it has none."""
+        return self._first.get(pool, self.prefix)
+
+    def pages(self, pool: str) -> list[memoryview]:
+        """Return the pool's pages in order, read-only. Raises `ValueError` once they were released."""
+        if self._released:
+            raise ValueError("the pages were released: the daemon may have put others in their place")
+        return self._pages.get(pool, [])
+
+    def release(self) -> None:
+        """Give the leases up; safe to repeat."""
+        self._pages = {}
+        self._released = True
+        op, self._op = self._op, None
+        if op is not None and op.outcome is Outcome.READY:
+            op.link.release(op.load_id)
+
+    def __enter__(self) -> Loaded:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        op = getattr(self, "_op", None)
+        if op is not None and op.outcome is Outcome.READY:
+            # A finalizer may run in the middle of anything, a send included: the housekeeper sends this.
+            op.link.unreleased.append(ops.Release((op.load_id,)))
+
+
+def lookup(core: Core, keys: Keys, pin_seconds: float, deadline: Deadline) -> Match:
+    """Ask which prefixes can be restored; see `Session.lookup`."""
+    run = pack_keys(keys)
+    link = core.ready(deadline)
+    request = ops.Lookup(ops.Span(run.packed, run.key_bytes), int(pin_seconds * 1000))
+
+    def unpin(message: Message) -> None:
+        if isinstance(message, ops.LookupReply) and message.pin:
+            link.post(ops.Release((), (message.pin,)))
+
+    reply = link.call(request, ops.LookupReply, deadline, unpin)
+    return Match(reply.runs, reply.pin, link)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What `Session.load` was asked."""
+
+    run: KeyRun
+    prefix: int
+    pin: int | Match
+    ranges: tuple[ops.PoolRange, ...]
+    accept_shorter: bool
+
+    def message(self, link: Link, deadline: Deadline) -> ops.Load:
+        """Return the request for a connection."""
+        pin = self.pin.pin_for(link) if isinstance(self.pin, Match) else self.pin
+        span = ops.Span(self.run.packed, self.run.key_bytes, self.ranges)
+        due = max(1, int(deadline.left_ms * _SHARE_OF_DEADLINE))
+        return ops.Load(span, self.prefix, pin, due, self.accept_shorter)
+
+
+def load_request(
+    core: Core,
+    keys: Keys,
+    prefix: int | None,
+    pin: int | Match,
+    ranges: Mapping[str, tuple[int, int]] | None,
+    accept_shorter: bool,
+) -> LoadRequest:
+    """Check the arguments of a load. Raises `StackError`."""
+    run = pack_keys(keys)
+    n = len(run) if prefix is None else prefix
+    if not 1 <= n <= len(run):
+        raise StackError("prefix", n, f"pass 1 to {len(run)}, the number of keys")
+    index_of = core.options.stack.index_of
+    wire = tuple(ops.PoolRange(index_of(name), *given) for name, given in (ranges or {}).items())
+    return LoadRequest(run, n, pin, wire, accept_shorter)
+
+
+def start_load(link: Link, request: LoadRequest, deadline: Deadline) -> LoadOp:
+    """Send a load and wait for its reply, not for its pages."""
+    op = LoadOp(link)
+    waiter = Waiter(op.on_reply, op.orphaned)
+    link.start(request.message(link, deadline), waiter, deadline)
+    link.expect(link.finish(waiter, deadline, "load"), ops.LoadReply)
+    return op
+
+
+def load(core: Core, request: LoadRequest, into: Mapping[str, Rows] | None, deadline: Deadline) -> Loaded:
+    """Load a prefix; see `Session.load`."""
+    targets = _targets(core, into)
+    link = core.ready(deadline)
+    names = [pool.name for pool in core.options.stack.pools]
+    if link.lane is None:
+        return _load_inline(core, link, request, targets, deadline, names)
+    op = start_load(link, request, deadline)
+    if not link.transport.wait(op.final, deadline):
+        op.give_up()
+        raise DeadlineExceeded("load: the pages did not arrive within the deadline")
+    if op.error is not None:
+        raise op.error
+    if op.outcome is not Outcome.READY:
+        return Loaded(names, 0, op.outcome, op.detail)
+    extents = op.extents()
+    loaded = Loaded.of_slots(names, op, extents, views=into is None)
+    if into is not None:
+        try:
+            _check_rows(names, targets, {pool: sum(len(e.slots) for e in parts) for pool, parts in extents.items()})
+            for pool, rows in targets.items():
+                at = 0
+                for extent in extents.get(pool, ()):
+                    rows.from_arena(at, link.arenas.read[pool], extent.slots)
+                    at += len(extent.slots)
+            if link.lost is not None:
+                # The daemon is gone, and with it the promise that nobody wrote these slots while we copied.
+                raise link.lost
+        finally:
+            loaded.release()
+    return loaded
+
+
+def _targets(core: Core, into: Mapping[str, Rows] | None) -> dict[int, PageRows]:
+    stack = core.options.stack
+    return {
+        stack.index_of(name): PageRows(given, name, stack.pools[stack.index_of(name)].page_bytes, writable=True)
+        for name, given in (into or {}).items()
+    }
+
+
+def _check_rows(names: Sequence[str], targets: Mapping[int, PageRows], counts: Mapping[int, int]) -> None:
+    for pool, rows in targets.items():
+        if rows.count < counts.get(pool, 0):
+            raise StackError(f"into[{names[pool]!r}]", f"{rows.count} rows", f"{counts[pool]} pages were loaded")
+
+
+def _load_inline(
+    core: Core,
+    link: Link,
+    request: LoadRequest,
+    targets: Mapping[int, PageRows],
+    deadline: Deadline,
+    names: Sequence[str],
+) -> Loaded:
+    wire = convert.to_proto(request.message(link, deadline), 0)
+    assert isinstance(wire, pb.ClientMessage)
+    answers = InlineLoading([pool.page_bytes for pool in core.options.stack.pools])
+    link.start(pb.ClientMessage(inline_load=pb.InlineLoad(load=wire.load)), answers, deadline)
+    link.finish(answers, deadline, "inline load")
+    loaded = Loaded.of_bytes(names, answers)
+    if loaded and targets:
+        _check_rows(names, targets, {pool: len(loaded.pages(names[pool])) for pool in targets})
+        for pool, rows in targets.items():
+            for i, page in enumerate(loaded.pages(names[pool])):
+                rows.fill_row(i, page)
+    if targets:
+        loaded.release()
+    return loaded
+
+
+class LoadStream:
+    """The groups of a load as they arrive; iterate once. `loaded` holds the whole afterwards, and what is to be released.
+
+    A group may be used as soon as it is yielded, though the whole may still turn out shorter or a miss: `loaded` is then falsy and
+    nothing of what was yielded may be used. Leaving the iteration early cancels the load.
+    """
+
+    def __init__(self, op: LoadOp, names: Sequence[str], deadline: Deadline) -> None:
+        self.loaded = Loaded(names)
+        self._op = op
+        self._names = names
+        self._deadline = deadline
+
+    def __iter__(self) -> Iterator[LoadGroup]:
+        op, names, finished = self._op, self._names, False
+        try:
+            for group in op.each(self._deadline):
+                first = {names[pool]: parts[0].first for pool, parts in group.items()}
+                pages = {
+                    names[pool]: op.link.arenas.read[pool].views(np.concatenate([part.slots for part in parts]))
+                    for pool, parts in group.items()
+                }
+                yield LoadGroup(first, pages)
+            finished = True
+        finally:
+            if not finished:
+                op.give_up()
+        if op.outcome is Outcome.READY:
+            self.loaded = Loaded.of_slots(names, op, op.extents(), views=True)
+        else:
+            self.loaded = Loaded(names, 0, op.outcome, op.detail)
+
+    def cancel(self) -> None:
+        """Give the load up; what it leased goes back."""
+        self._op.give_up()
