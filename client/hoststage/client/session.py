@@ -1,0 +1,314 @@
+"""The synchronous face: what engines call from their own threads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+
+import grpc
+
+from hoststage.client import _holds, _load, _store, cuda
+from hoststage.client._arenas import Arena
+from hoststage.client._core import Core
+from hoststage.client._holds import HoldBatch, RestoredHold
+from hoststage.client._link import Options, Previous
+from hoststage.client._load import Loaded, LoadStream, Match
+from hoststage.client._pages import Keys, Rows
+from hoststage.client._status import error_of_call
+from hoststage.client._store import StoreTicket, WriteBatch
+from hoststage.client._stream import open_channel
+from hoststage.client._wire import Message
+from hoststage.client.errors import StackError
+from hoststage.client.stack import StackSpec
+from hoststage.client.verdict import Finding, Grant, Verdict, findings_from
+from hoststage.v1 import hoststage_pb2 as pb
+from hoststage.v1 import hoststage_pb2_grpc
+
+DEFAULT_ADDRESS = "unix:///run/hoststage/hoststage.sock"
+
+
+def resolve_address(address: str | None) -> str:
+    """Return the address to use: the one given, else `$HOSTSTAGE_ADDRESS`, else the default socket.
+
+    A bare path is taken for a Unix socket. Raises `StackError` for what is neither a socket nor `host:port`.
+    """
+    chosen = address or os.environ.get("HOSTSTAGE_ADDRESS") or DEFAULT_ADDRESS
+    if chosen.startswith("/"):
+        return f"unix://{chosen}"
+    if not chosen.startswith("unix:") and not chosen.rpartition(":")[2].isdigit():
+        raise StackError("address", chosen, "pass unix:///path/to/socket or host:port")
+    return chosen
+
+
+def connect(
+    address: str | None = None,
+    *,
+    stack: StackSpec,
+    worker: str = "",
+    client: str = "",
+    token: str = "",
+    timeout: float = 30.0,
+    credits: int = 0,
+    register: str = "auto",
+    on_push: Callable[[Message], None] | None = None,
+) -> Session:
+    """Open a session with the daemon.
+
+    address: `unix:///path` or `host:port`; by default `$HOSTSTAGE_ADDRESS`, else the default socket. worker, client: names for operators. token:
+    bearer token, where the daemon demands one. timeout: seconds, of the handshake and of every call that names none. credits: write
+    slots per pool to be granted ahead, which spares a store its reservation. register: "auto" registers the mapped memory with CUDA where torch
+    is loaded and sees a device, "require" raises `RegistrationFailed` where it cannot, "never" leaves it. on_push: called with every message that the daemon
+    pushes, in the thread that reads; it must not block.
+
+    :raises Refused: with every finding, where the fences refuse the stack.
+    :raises DaemonUnavailable: where no daemon answers.
+    :raises DeadlineExceeded: where it does not in time.
+    """
+    if register not in ("auto", "never", "require"):
+        raise StackError("register", register, 'pass "auto", "never" or "require"')
+    if timeout <= 0:
+        raise StackError("timeout", timeout, "pass seconds greater than 0")
+    options = Options(resolve_address(address), stack, worker, client, token, timeout, max(0, credits), register)
+    return Session(Core(options, on_push))
+
+
+def negotiate(address: str | None, stack: StackSpec, *, token: str = "", timeout: float = 30.0) -> Verdict:
+    """Ask for the verdict on a stack without opening a session. A refusal is an answer, not an error.
+
+    :raises DaemonUnavailable: where no daemon answers.
+    :raises DeadlineExceeded: where it does not in time.
+    """
+    options = Options(resolve_address(address), stack, token=token, timeout=timeout)
+    with open_channel(options.address) as channel:
+        stub = hoststage_pb2_grpc.HostStageStub(channel)
+        try:
+            reply = stub.Negotiate(pb.NegotiateRequest(hello=options.hello(Previous())), timeout=timeout)
+        except grpc.RpcError as error:
+            raise error_of_call(error, options.address) from error
+    grant = Grant.from_proto(reply.grant) if reply.HasField("grant") else None
+    return Verdict(grant, findings_from(reply.findings), reply.protocol)
+
+
+class Session:
+    """One session with the daemon, made by `connect`. Any number of threads may call at once.
+
+    Every call has a deadline: `timeout` seconds, by default the session's. Where the connection is lost, calls that wait end at once with
+    `SessionLost`, and calls that follow raise `DaemonUnavailable` until the daemon is back: the session then opens anew by itself. Views and tickets of
+    before are void. A forked child cannot use it (`ForkedSession`).
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    # -------------------------------------------------------------- facts
+
+    @property
+    def session_id(self) -> int:
+        """The daemon's number of this session; another one after a reconnection."""
+        return int(self._core.link.welcome.session)
+
+    @property
+    def grant(self) -> Grant:
+        """What was granted."""
+        return self._core.link.grant
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What the fences had to say of the accepted stack: adjustments and notices, and why an earlier mode was not granted."""
+        return self._core.link.findings
+
+    @property
+    def stack(self) -> StackSpec:
+        """The stack that was presented."""
+        return self._core.options.stack
+
+    @property
+    def limits(self) -> pb.Limits:
+        """What the session may do at once."""
+        return self._core.link.welcome.limits
+
+    @property
+    def arenas(self) -> tuple[Arena, ...]:
+        """The memory that is mapped now, with a report of how firmly the daemon holds it; empty over the inline path."""
+        return tuple(self._core.link.arenas)
+
+    @property
+    def registration(self) -> cuda.Registration:
+        """What is registered with CUDA in this process, and why not more."""
+        return self._core.link.registration or cuda.Registration(reason="not available: no memory is mapped")
+
+    @property
+    def retained_bytes(self) -> int:
+        """Bytes of former arenas that views of this process still hold; the daemon counts them against its budget."""
+        return self._core.retained_bytes
+
+    @property
+    def connected(self) -> bool:
+        """Whether the connection stands, as far as is known."""
+        return self._core.link.lost is None
+
+    @property
+    def reconnects(self) -> int:
+        """How often the session was opened anew."""
+        return self._core.reconnects
+
+    @property
+    def draining(self) -> bool:
+        """Whether the daemon has said that it takes no new work."""
+        return self._core.draining
+
+    def completions_fd(self) -> int:
+        """Return an eventfd that becomes readable when something was pushed, or the connection was lost.
+
+        It belongs to the session: read 8 bytes to clear it, do not close it. While nobody calls, pushes are noticed within about 20 ms.
+        """
+        return self._core.eventfd
+
+    # -------------------------------------------------------------- writing
+
+    def store(
+        self,
+        keys: Keys,
+        pages: Mapping[str, Rows],
+        *,
+        first: Mapping[str, int] | None = None,
+        parent: bytes = b"",
+        timeout: float | None = None,
+    ) -> StoreTicket:
+        """Store the pages of a run of keys; return once they are handed over, before they are stored.
+
+        keys: content-chained keys of one length, in order: a list, or one bytes object with keys of 32 bytes. pages: per pool, a list
+        of buffers of one page each, or a C-contiguous array or tensor whose first axis is the page (numpy or torch, on the host or a
+        device). They belong to the last keys of the run, unless `first[pool]` gives the place of the first one. parent: key of the page
+        before the run; the daemon then refuses a run whose parent it neither has nor is getting.
+
+        A run larger than the write arena goes in several commits, each waiting for room; the ticket covers all of them. The caller's memory may be
+        used again on return. What the daemon does not take (POOL_FULL, DRAINING, …) is the ticket's outcome, not an error.
+
+        :raises StackError: for keys or pages out of form. :raises DeadlineExceeded: where room or an answer does not come in time.
+        :raises SessionLost, DaemonUnavailable: where the daemon is away. :raises RequestRejected: what the daemon takes exception to.
+        """
+        return _store.store(self._core, keys, pages, first, parent, self._core.deadline(timeout))
+
+    def reserve(
+        self,
+        keys: Keys,
+        counts: Mapping[str, int],
+        *,
+        first: Mapping[str, int] | None = None,
+        parent: bytes = b"",
+        wait: float = 0.0,
+        timeout: float | None = None,
+    ) -> WriteBatch:
+        """Reserve write slots to be written in place: `counts[pool]` pages, placed as in `store`. shm alone.
+
+        wait: seconds that the request may queue for room. A batch without slots is falsy; its `outcome` says why.
+        """
+        deadline = self._core.deadline(timeout)
+        return _store.reserve(self._core, keys, counts, first, parent, deadline, wait)
+
+    # -------------------------------------------------------------- reading
+
+    def lookup(self, keys: Keys, *, pin_seconds: float = 0.0, timeout: float | None = None) -> Match:
+        """Ask which prefixes of the run can be restored. The keys start at the prefix's beginning.
+
+        pin_seconds: keep what was answered from being evicted for so long, for the load that follows; pass the match as its `pin`.
+        """
+        return _load.lookup(self._core, keys, pin_seconds, self._core.deadline(timeout))
+
+    def load(
+        self,
+        keys: Keys,
+        prefix: int | None = None,
+        *,
+        pin: int | Match = 0,
+        into: Mapping[str, Rows] | None = None,
+        ranges: Mapping[str, tuple[int, int]] | None = None,
+        accept_shorter: bool = False,
+        timeout: float | None = None,
+    ) -> Loaded:
+        """Load the pages of the first `prefix` keys (all of them by default); a miss is falsy, not an error.
+
+        into: per pool, memory to copy to, as in `store`: row `i` takes the page at `Loaded.first(pool) + i`. Without it the pages are read-only
+        views of shared memory, to be released. ranges: per pool, `(first, count)` of the pages wanted, where not each pool's hit policy decides.
+        accept_shorter: a shorter restorable prefix will do; `Loaded.prefix` says what came.
+
+        :raises StackError: for keys or memory out of form. :raises DeadlineExceeded: where the pages do not come in time; nothing stays leased.
+        :raises SessionLost, DaemonUnavailable: where the daemon is away. :raises QuotaExceeded, RequestRejected: what it takes exception to.
+        """
+        request = _load.load_request(self._core, keys, prefix, pin, ranges, accept_shorter)
+        return _load.load(self._core, request, into, self._core.deadline(timeout))
+
+    def load_groups(
+        self,
+        keys: Keys,
+        prefix: int | None = None,
+        *,
+        pin: int | Match = 0,
+        ranges: Mapping[str, tuple[int, int]] | None = None,
+        accept_shorter: bool = False,
+        timeout: float | None = None,
+    ) -> LoadStream:
+        """Load like `load`, but hand pages over group by group as they arrive, in the order of the prefix. shm alone."""
+        request = _load.load_request(self._core, keys, prefix, pin, ranges, accept_shorter)
+        deadline = self._core.deadline(timeout)
+        link = self._core.ready(deadline)
+        if link.lane is None:
+            raise StackError("path", "inline", "groups come over shm alone; use load()")
+        names = [pool.name for pool in self.stack.pools]
+        return LoadStream(_load.start_load(link, request, deadline), names, deadline)
+
+    def release(self, loads: Iterable[Loaded]) -> None:
+        """Give the leases of several loads up."""
+        for loaded in loads:
+            loaded.release()
+
+    # -------------------------------------------------------------- holds
+
+    def hold(
+        self,
+        owner_token: bytes,
+        request: str,
+        attempt: int,
+        counts: Mapping[str, int],
+        *,
+        durable: bool = False,
+        ttl_seconds: float = 0.0,
+        timeout: float | None = None,
+    ) -> HoldBatch:
+        """Ask for hold slots for a retracted request: `counts[pool]` pages. Write `views`, then `seal`.
+
+        owner_token: a secret of 1 to 64 bytes; whoever knows it may restore. attempt: raised at each retraction, so that a new one never meets old pages.
+        """
+        name = _holds.hold_id(owner_token, request, attempt)
+        return _holds.hold(self._core, name, counts, durable, ttl_seconds, self._core.deadline(timeout))
+
+    def restore(self, owner_token: bytes, request: str, attempt: int, *, timeout: float | None = None) -> RestoredHold:
+        """Find a sealed hold; falsy where there is none."""
+        name = _holds.hold_id(owner_token, request, attempt)
+        return _holds.restore(self._core, name, self._core.deadline(timeout))
+
+    def discard(self, owner_token: bytes, request: str, attempt: int, *, timeout: float | None = None) -> None:
+        """Free a hold. Raises `RequestRejected` where there is none of that name."""
+        message = pb.Discard(id=_holds.hold_id(owner_token, request, attempt))
+        self._core.call(pb.ClientMessage(discard=message), pb.Done, self._core.deadline(timeout))
+
+    # -------------------------------------------------------------- life
+
+    def ping(self, payload: bytes = b"", *, timeout: float | None = None) -> bytes:
+        """Send a payload round trip."""
+        message = pb.ClientMessage(ping=pb.Ping(payload=payload))
+        return bytes(self._core.call(message, pb.Pong, self._core.deadline(timeout)).payload)
+
+    def close(self) -> None:
+        """Unmap the daemon's memory, say goodbye, end. Views must not be used any more. Safe to repeat."""
+        self._core.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
