@@ -114,7 +114,7 @@ def hold(
     message = pb.Hold(id=name, ranges=ranges, durable=durable, ttl_ms=int(ttl_seconds * 1000))
 
     def give_back(answer: Message) -> None:
-        if isinstance(answer, pb.ServerMessage) and answer.hold_reply.outcome == Outcome.ACCEPTED:
+        if isinstance(answer, pb.ServerMessage) and Outcome(answer.hold_reply.outcome) is Outcome.ACCEPTED:
             link.post(pb.ClientMessage(discard=pb.Discard(id=name)))
 
     reply = link.call(pb.ClientMessage(hold=message), pb.HoldReply, deadline, give_back)
