@@ -19,6 +19,7 @@ from hoststage.v1.ops import NO_SLOT, Outcome, PoolRange
 
 _GOOD = (Outcome.STORED, Outcome.RESIDENT, Outcome.BELIEVED_STORED)
 _BYTES_PER_PAGE_ON_WIRE = 8
+_INLINE_COMMIT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +223,12 @@ def store(
 def _room(link: Link, ranges: Sequence[PoolRange]) -> list[int]:
     """Pages of each range's pool that one commit may have."""
     slots = {link.options.stack.index_of(g.pool): g.write_slots for g in link.grant.pools}
-    return [max(1, int(slots.get(r.pool, 1))) for r in ranges]
+    room = [max(1, int(slots.get(r.pool, 1))) for r in ranges]
+    if link.lane is None:
+        # The daemon holds the bytes of a whole commit until it is complete.
+        sizes = [link.options.stack.pools[r.pool].page_bytes for r in ranges]
+        room = [max(1, min(n, _INLINE_COMMIT_BYTES // size)) for n, size in zip(room, sizes, strict=True)]
+    return room
 
 
 def _most_keys(link: Link, run: KeyRun, ranges: Sequence[PoolRange]) -> int:
