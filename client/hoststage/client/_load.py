@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -423,7 +423,7 @@ class LoadStream:
         self._names = names
         self._deadline = deadline
 
-    def __iter__(self) -> Iterator[LoadGroup]:
+    def __iter__(self) -> Generator[LoadGroup, None, None]:
         op, names, finished = self._op, self._names, False
         try:
             for group in op.each(self._deadline):

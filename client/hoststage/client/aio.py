@@ -14,12 +14,12 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from hoststage.client import session as sync
+from hoststage.client._holds import HoldBatch, RestoredHold
 from hoststage.client._load import Loaded, LoadGroup, Match
 from hoststage.client._pages import Keys, Rows
 from hoststage.client._store import StoreResult, WriteBatch
 from hoststage.client._store import StoreTicket as SyncTicket
 from hoststage.client.errors import DeadlineExceeded
-from hoststage.client.session import HoldBatch, RestoredHold
 from hoststage.client.stack import StackSpec
 from hoststage.client.verdict import Verdict
 from hoststage.v1.ops import Outcome
@@ -182,12 +182,13 @@ class Session:
         """Yield groups of pages as they arrive. What was yielded is leased until the iteration ends, and released then."""
         call = partial(self.session.load_groups, keys, prefix, pin=pin, accept_shorter=accept_shorter, timeout=timeout)
         stream = await self._run(call)
-        groups = iter(stream)
+        groups = stream.__iter__()
         try:
             while (group := await self._run(next, groups, None)) is not None:
                 yield group
         finally:
-            stream.cancel()
+            groups.close()
+            stream.loaded.release()
 
     async def hold(
         self,
