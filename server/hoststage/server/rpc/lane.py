@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import cast
 
 import structlog
 from google.protobuf.message import DecodeError
@@ -37,9 +38,9 @@ class LaneProtocol(asyncio.Protocol):
     # -------------------------------------------------------------- transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.set_write_buffer_limits(high=1 << 20)
+        # uvloop's transports are none of asyncio's classes.
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=1 << 20)
         self._timer = asyncio.get_running_loop().call_later(ATTACH_SECONDS, self._close, "no ATTACH in time")
 
     def data_received(self, data: bytes) -> None:
