@@ -25,6 +25,7 @@ class Entry(NamedTuple):
 
 COMMANDS: dict[str, Entry] = {
     "serve": Entry("hoststage.cli.serve", "serve", "Run the daemon."),
+    "demo": Entry("hoststage.cli.demo.command", "demo", "Move a real model's KV cache between two processes."),
     "health": Entry("hoststage.cli.health", "health", "Tell whether a daemon is ready."),
     "status": Entry("hoststage.cli.status", "status", "Show a daemon's sessions, pools and store."),
     "top": Entry("hoststage.cli.status", "top", "Keep showing them."),
