@@ -326,13 +326,13 @@ def decode(op: int, body: bytes) -> HotMessage:
 
 
 class FrameReader:
-    """Cuts a byte stream into frames. `limit`: largest body in bytes; a larger one raises `FrameError`."""
+    """Cuts a byte stream into frames. `limit`: largest body in bytes, may be changed between frames; a larger one raises `FrameError`."""
 
-    __slots__ = ("_buffer", "_limit")
+    __slots__ = ("_buffer", "limit")
 
     def __init__(self, limit: int) -> None:
         self._buffer = bytearray()
-        self._limit = limit
+        self.limit = limit
 
     def feed(self, data: bytes) -> Iterator[tuple[int, int, bytes]]:
         """Yield `(operation, request id, body)` of every frame that `data` completes."""
@@ -340,14 +340,14 @@ class FrameReader:
         if not buffer and len(data) >= HEADER_BYTES:
             # The usual case: exactly one whole frame, no copy into the buffer.
             length, op, _, _, request_id = HEADER.unpack_from(data)
-            if length + HEADER_BYTES == len(data) and length <= self._limit:
+            if length + HEADER_BYTES == len(data) and length <= self.limit:
                 yield op, request_id, data[HEADER_BYTES:]
                 return
         buffer += data
         while len(buffer) >= HEADER_BYTES:
             length, op, _, _, request_id = HEADER.unpack_from(buffer)
-            if length > self._limit:
-                raise FrameError(f"a body of {length} bytes exceeds the limit of {self._limit}")
+            if length > self.limit:
+                raise FrameError(f"a body of {length} bytes exceeds the limit of {self.limit}")
             end = HEADER_BYTES + length
             if len(buffer) < end:
                 return

@@ -1,44 +1,45 @@
-"""`hoststage health`: whether a daemon is ready, for container health checks and scripts."""
+"""`hoststage health`: for container health checks and scripts."""
 
 from __future__ import annotations
 
-import json
-import sys
-import urllib.error
-import urllib.request
 from typing import Annotated
 
+import grpc
 import typer
 
-DEFAULT_HTTP = "127.0.0.1:9477"
-NOT_READY = 1
-
-
-def fetch(http: str, path: str, timeout: float) -> tuple[int, str]:
-    """Return status and body of what the operators' port answers. Raises `OSError` where nothing does."""
-    try:
-        with urllib.request.urlopen(f"http://{http}{path}", timeout=timeout) as response:
-            return response.status, response.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
+from hoststage.cli.remote import fail, get, http_base, target_of
 
 
 def health(
-    http: Annotated[
-        str, typer.Option(help="host:port of the daemon's http.listen.", envvar="HOSTSTAGE_HTTP_LISTEN")
-    ] = DEFAULT_HTTP,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait.")] = 3.0,
+    http: Annotated[str, typer.Option(help="host:port of the operators' port. [default: http.listen]")] = "",
+    socket: Annotated[str, typer.Option(help="gRPC socket, asked where there is no operators' port.")] = "",
+    config: Annotated[str, typer.Option(help="TOML or YAML file. [env: HOSTSTAGE_CONFIG]")] = "",
+    timeout: Annotated[float, typer.Option(help="Seconds.")] = 3.0,
 ) -> None:
-    """Exit 0 where the daemon is ready, 1 where it is not, and say why."""
-    where = http.replace("0.0.0.0", "127.0.0.1", 1)
-    try:
-        status, body = fetch(where, "/readyz", timeout)
-        answer = json.loads(body)
-    except (OSError, ValueError) as error:
-        print(f"no daemon answers at http://{where}: {error}", file=sys.stderr)
-        raise typer.Exit(NOT_READY) from None
-    if status == 200 and answer.get("ready"):
-        print("ready")
+    """Exit with 0 if the daemon is ready, with 1 and the reasons if it is not."""
+    base = "" if socket and not http else http_base(http, config)
+    if not base:
+        _ask_grpc(socket, config, timeout)
         return
-    print("not ready: " + "; ".join(answer.get("problems", [])), file=sys.stderr)
-    raise typer.Exit(NOT_READY)
+    try:
+        status, body = get(f"{base}/readyz", timeout)
+    except (OSError, ValueError) as error:
+        fail(f"{base}: no answer: {getattr(error, 'reason', error)}; is `hoststage serve` running?")
+    if status != 200:
+        problems = body.get("problems", []) if isinstance(body, dict) else []
+        fail("not ready: " + ("; ".join(problems) or f"HTTP status {status}"))
+    print("ready")
+
+
+def _ask_grpc(socket: str, config: str, timeout: float) -> None:
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    target = target_of(socket, config, timeout)
+    with grpc.insecure_channel(target.address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
+        except grpc.RpcError as error:
+            fail(f"{target.address}: {error.details() or error.code().name}; is `hoststage serve` running?")
+    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+        fail("not ready: the daemon is draining")
+    print("ready")

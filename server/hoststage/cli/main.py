@@ -28,7 +28,11 @@ COMMANDS: dict[str, Entry] = {
     "demo": Entry("hoststage.cli.demo.command", "demo", "Move a real model's KV cache between two processes."),
     "health": Entry("hoststage.cli.health", "health", "Tell whether a daemon is ready."),
     "status": Entry("hoststage.cli.status", "status", "Show a daemon's sessions, pools and store."),
-    "top": Entry("hoststage.cli.status", "top", "Keep showing them."),
+    "top": Entry("hoststage.cli.top", "top", "Watch them, with rates."),
+    "doctor": Entry("hoststage.cli.doctor", "doctor", "Tell what this machine offers a daemon, and what to change."),
+    "evict": Entry("hoststage.cli.admin", "evict", "Drop resident pages from host memory."),
+    "clear": Entry("hoststage.cli.admin", "clear", "Remove a namespace from host memory and from the store."),
+    "drain": Entry("hoststage.cli.admin", "drain", "Let a daemon finish what it accepted and take no new work."),
     "check": Entry("hoststage.cli.check", "check", "Judge a model and an engine's flags before anything is launched."),
     "plan": Entry(
         "hoststage.cli.plan", "plan", "Show what a model needs from a node's host memory, with the arithmetic."

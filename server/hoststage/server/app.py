@@ -26,9 +26,10 @@ from hoststage.server.memory.limits import default_budget, detect_limits
 from hoststage.server.memory.pool import ArenaPool
 from hoststage.server.rpc import sockets
 from hoststage.server.rpc.admin import AdminServicer
-from hoststage.server.rpc.connections import Connections
+from hoststage.server.rpc.connections import Connections, InlineLimits
 from hoststage.server.rpc.fdsocket import FdSocketServer
-from hoststage.server.rpc.lane import LaneProtocol
+from hoststage.server.rpc.lane import lane_factory
+from hoststage.server.rpc.peers import PeerPolicy
 from hoststage.server.rpc.servicer import HostStageServicer, WireOptions
 from hoststage.server.staging.service import Service, ServiceOptions
 from hoststage.server.store.base import BreakerState, Store
@@ -38,6 +39,7 @@ from hoststage.server.store.options import DirectIo, StoreOptions, SyncPolicy
 from hoststage.server.supervisor import Supervisor
 from hoststage.server.telemetry.http import HttpPort
 from hoststage.server.telemetry.metrics import make_registry
+from hoststage.server.telemetry.wire import WireMetrics
 from hoststage.v1 import admin_pb2, admin_pb2_grpc, hoststage_pb2, hoststage_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -153,7 +155,8 @@ class Daemon:
         settings, stack = self._settings, self._stack
         wire = _wire_options(settings)
         # The socket is claimed first: two daemons must not open one store even for a moment.
-        sockets.claim(settings.listen.socket)
+        owned = sockets.Owned.take(settings.listen.socket)
+        stack.callback(owned.release)
         self._store = await self._open_store()
         if self._store is not None:
             stack.push_async_callback(self._store.close)
@@ -162,7 +165,11 @@ class Daemon:
         self._supervisor = Supervisor(stop.die)
         stack.push_async_callback(self._supervisor.stop)
         self._supervisor.run("tick", self._service.engine.ticking)
-        self._connections = Connections(self._service)
+        auth = settings.auth
+        policy = PeerPolicy(frozenset(auth.allow_uids), frozenset(auth.allow_gids), bool(wire.token))
+        limits = InlineLimits(settings.staging.max_inline, 2 * settings.staging.max_inline)
+        self._wire_metrics = WireMetrics()
+        self._connections = Connections(self._service, policy, self._wire_metrics, limits)
         stack.callback(self._connections.close)
         await self._listen_local(loop, wire)
         await self._listen_grpc(wire)
@@ -227,11 +234,11 @@ class Daemon:
         fd_server = FdSocketServer(fd_listener, self._connections, loop)
         fd_server.start()
         self._stack.callback(fd_server.close)
+        self._supervisor.run("fd-socket", fd_server.watching)
         lane_listener = sockets.listen(wire.lane_path, mode)
         self._stack.callback(sockets.remove, wire.lane_path)
         server = await loop.create_unix_server(
-            lambda: LaneProtocol(self._connections, wire.max_message_bytes, wire.max_open_requests),
-            sock=lane_listener,
+            lane_factory(self._connections, wire.max_message_bytes, wire.max_open_requests), sock=lane_listener
         )
         self._stack.callback(server.close)
 
@@ -253,7 +260,7 @@ class Daemon:
         hoststage_pb2_grpc.add_HostStageServicer_to_server(
             HostStageServicer(self._service, self._connections, wire), server
         )
-        admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(self._service, wire.token), server)
+        admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(self._service, wire.token, self.drain), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         before = os.umask(0o177)
@@ -290,6 +297,7 @@ class Daemon:
             "store": self._settings.store.url,
         }
         registry = make_registry(self._service.facts, self._store, version())
+        registry.register(self._wire_metrics)
         http = HttpPort(registry, self._service.facts, self._store, self.problems, about)
         try:
             self.http_port = await http.start(host.strip("[]"), int(port))
@@ -310,15 +318,25 @@ class Daemon:
             out.append("the store fails; its circuit breaker is open: loads miss and commits are dropped")
         return out
 
-    async def _drain(self, stop: _Stop) -> None:
-        """Finish what was accepted, for as long as the grace lasts and nobody asks again."""
+    def drain(self) -> int:
+        """Take no new work from now on; return the number of commits that are not stored yet. An operator asked for it."""
+        if not self._draining:
+            self._begin_draining(0.0)
+        return self._service.drain()
+
+    def _begin_draining(self, grace: float) -> None:
         self._draining = True
-        _notify("STOPPING=1")
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        grace = self._settings.shutdown.grace
         open_commits = self._service.drain()
         log.info("daemon.draining", open_commits=open_commits, grace_seconds=grace)
         self._connections.announce_draining(grace)
+        self._unhealthy = asyncio.create_task(self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING))
+
+    async def _drain(self, stop: _Stop) -> None:
+        """Finish what was accepted, for as long as the grace lasts and nobody asks again."""
+        _notify("STOPPING=1")
+        grace = self._settings.shutdown.grace
+        self._begin_draining(grace)
+        await self._unhealthy
         drained = asyncio.create_task(self._service.drained())
         now = asyncio.create_task(stop.now.wait())
         await asyncio.wait({drained, now}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)

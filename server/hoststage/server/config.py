@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
 
 ENV_PREFIX = "HOSTSTAGE_"
@@ -72,6 +72,27 @@ def _parse_budget(value: object) -> object:
     return 0 if value == "auto" else parse_size(value)
 
 
+def _parse_ids(value: object) -> object:
+    """A list in one variable or flag is separated by commas."""
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _parse_chunk(value: object) -> object:
+    size = parse_size(value)
+    if isinstance(size, int) and (size < 2 << 20 or size % (2 << 20)):
+        raise ValueError(f"{value} is no positive multiple of 2 MiB")
+    return size
+
+
+def _check_address(value: str) -> str:
+    host, colon, port = value.rpartition(":")
+    if value and not (host and colon and port.isdecimal() and int(port) < 1 << 16):
+        raise ValueError(f'"{value}" is no address; write host:port, e.g. "127.0.0.1:9477"')
+    return value
+
+
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_parse_ids)]
+Address = Annotated[str, AfterValidator(_check_address)]
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
 Span = Annotated[float, BeforeValidator(parse_span), Field(ge=0)]
 
@@ -88,7 +109,7 @@ class Listen(Section):
     socket: str = Field("/run/hoststage/hoststage.sock", description="gRPC, a filesystem Unix socket")
     fd_socket: str = Field("", description="where descriptors cross; empty: beside `socket`, ending in -fd.sock")
     lane_socket: str = Field("", description="the local lane; empty: beside `socket`, ending in -lane.sock")
-    tcp: str = Field("", description="host:port for clients on other hosts (pages travel inline); empty: none")
+    tcp: Address = Field("", description="host:port for clients on other hosts (pages travel inline); empty: none")
     socket_mode: str = Field("0660", description="permissions of the sockets, octal", pattern=r"^0?[0-7]{3}$")
 
     @property
@@ -107,7 +128,7 @@ class Listen(Section):
 class Http(Section):
     """The operators' port."""
 
-    listen: str = Field(
+    listen: Address = Field(
         "127.0.0.1:9477", description="host:port of /metrics, /healthz, /readyz and the status page; empty: none"
     )
 
@@ -118,7 +139,9 @@ class Memory(Section):
     budget: Annotated[int, BeforeValidator(_parse_budget), Field(ge=0)] = Field(
         0, description='most that all arenas may take; "auto": 7/8 of what the node or its cgroup has free'
     )
-    chunk: Size = Field(1 << 30, description="size of one memfd; a multiple of 2 MiB")
+    chunk: Annotated[int, BeforeValidator(_parse_chunk)] = Field(
+        1 << 30, description="size of one memfd; a multiple of 2 MiB"
+    )
     huge_pages: Literal["auto", "off", "required"] = Field("auto", description="2 MiB pages from vm.nr_hugepages")
     lock: bool = Field(True, description="mlock where RLIMIT_MEMLOCK allows")
     prefault_threads: int = Field(0, ge=0, description="threads that populate memory; 0: one a core")
@@ -138,6 +161,14 @@ class StoreSection(Section):
     sync: Literal["none", "data"] = Field("none", description='"data": fdatasync before a page counts as stored')
     create_directory: bool = Field(False, description="make the directory where it is missing")
 
+    @model_validator(mode="after")
+    def _watermarks(self) -> StoreSection:
+        if self.low_watermark >= self.high_watermark:
+            raise ValueError(
+                f"low_watermark {self.low_watermark} is not below high_watermark {self.high_watermark}; lower it"
+            )
+        return self
+
 
 class Staging(Section):
     """What sessions may hold, and how long things may take."""
@@ -152,6 +183,9 @@ class Staging(Section):
     max_span_keys: int = Field(65536, ge=1, description="keys of one span")
     max_credits: int = Field(256, ge=0, description="write slots granted ahead, for each pool of a session")
     max_message: Size = Field(64 << 20, ge=1 << 16, description="bytes of one message")
+    max_inline: Size = Field(
+        2 << 30, ge=1 << 20, description="payload in messages held for a session; twice that for all"
+    )
     max_open_requests: int = Field(4096, ge=1, description="requests without an answer, for each session")
 
 
@@ -160,13 +194,16 @@ class Auth(Section):
 
     token: str = Field("", description="bearer token that clients must present; better: token_file")
     token_file: str = Field("", description="file that holds the token")
-    allow_uids: list[int] = Field(default_factory=list, description="users that need no token on the Unix sockets")
+    allow_uids: Ids = Field(
+        default_factory=list, description="users (by the kernel's word) that may map memory; none and no groups: any"
+    )
+    allow_gids: Ids = Field(default_factory=list, description="groups that may, as primary group of the process")
 
-
-class Cuda(Section):
-    """CUDA in the daemon itself; workers register the memory in their own processes in any case."""
-
-    register_arenas: Literal["never", "auto"] = Field("never", description="register arenas with CUDA in the daemon")
+    @model_validator(mode="after")
+    def _one_token(self) -> Auth:
+        if self.token and self.token_file:
+            raise ValueError("token and token_file are both set; keep token_file")
+        return self
 
 
 class Log(Section):
@@ -189,9 +226,15 @@ class Settings(BaseSettings):
     store: StoreSection = Field(default_factory=StoreSection)
     staging: Staging = Field(default_factory=Staging)
     auth: Auth = Field(default_factory=Auth)
-    cuda: Cuda = Field(default_factory=Cuda)
     log: Log = Field(default_factory=Log)
     shutdown: Shutdown = Field(default_factory=Shutdown)
+
+    @model_validator(mode="after")
+    def _tcp_needs_token(self) -> Settings:
+        host = self.listen.tcp.rpartition(":")[0].strip("[]")
+        if host not in ("", "localhost", "127.0.0.1", "::1") and not (self.auth.token or self.auth.token_file):
+            raise ValueError(f"listen.tcp {self.listen.tcp} lets other hosts in without a token; set auth.token_file")
+        return self
 
     layers: ClassVar[tuple[dict[str, Any], ...]] = ()
 
@@ -281,13 +324,8 @@ def _from_env(env: Mapping[str, str], problems: list[ConfigProblem]) -> dict[str
         if not variable.startswith(ENV_PREFIX) or variable in NOT_SETTINGS:
             continue
         section, _, name = variable.removeprefix(ENV_PREFIX).lower().replace("__", "_").partition("_")
-        flat[f"{section}.{name}"] = _listed(section, name, value)
+        flat[f"{section}.{name}"] = value
     return _nested(flat, "the environment", problems)
-
-
-def _listed(section: str, name: str, value: str) -> Any:
-    """A list in one variable is separated by commas."""
-    return [v.strip() for v in value.split(",") if v.strip()] if (section, name) == ("auth", "allow_uids") else value
 
 
 def _from_file(path: str, problems: list[ConfigProblem]) -> dict[str, Any]:
@@ -325,11 +363,30 @@ def _unknown(key: str, value: str, source: str, known: dict[str, set[str]]) -> C
 def _problem(error: Any, layers: Mapping[str, dict[str, Any]]) -> ConfigProblem:
     loc = [str(part) for part in error["loc"]]
     section, name = [*loc, "", ""][:2]
-    source = next((s for s, layer in layers.items() if name in layer.get(section, {})), "the defaults")
-    value = next((layer[section][name] for layer in layers.values() if name in layer.get(section, {})), "")
-    shown = "…" if name == "token" else str(value)
     message = error["msg"].removeprefix("Value error, ").rstrip(".")
-    return ConfigProblem(f"{section}.{name}", shown, source, message[0].lower() + message[1:], "Correct it.")
+    message, _, remedy = message.partition("; ")
+    source = next((s for s, layer in layers.items() if name in layer.get(section, {})), "")
+    value = next((layer[section][name] for layer in layers.values() if name in layer.get(section, {})), "")
+    if not name:
+        # About several settings together: whoever set one of them last has the say.
+        source = next((s for s, layer in layers.items() if not section or section in layer), "")
+    return ConfigProblem(
+        ".".join(filter(None, (section, name))) or "settings",
+        "…" if name == "token" else str(value),
+        source or "the defaults",
+        message[0].lower() + message[1:],
+        (remedy or _expected(section, name))[:1].upper() + (remedy or _expected(section, name))[1:] + ".",
+    )
+
+
+def _expected(section: str, name: str) -> str:
+    """Say in the documentation's words what a setting wants."""
+    kind = Settings.model_fields[section].annotation if section in Settings.model_fields else None
+    if isinstance(kind, type) and issubclass(kind, BaseModel) and name in kind.model_fields:
+        field = kind.model_fields[name]
+        default = "auto" if (section, name) == ("memory", "budget") else field.get_default(call_default_factory=True)
+        return f"it sets: {field.description}; its default is {default!r}"
+    return "correct it; docs/configuration.md lists all settings"
 
 
 def as_toml(settings: Settings) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hmac
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -16,16 +18,23 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class AdminServicer(apb_grpc.AdminServicer):
-    """`Admin` of the protocol. `token` empty: whoever reaches the socket may call."""
+    """`Admin` of the protocol. `token` empty: whoever reaches the socket may call. `drain`: drains the whole daemon."""
 
-    def __init__(self, tier: TierService, token: str) -> None:
+    def __init__(self, tier: TierService, token: str, drain: Callable[[], int]) -> None:
         self._tier = tier
         self._token = token
+        self._drain = drain
 
     async def _allow(self, context: Context) -> None:
-        given = dict(context.invocation_metadata() or ()).get("authorization", "")
-        if self._token and given != f"Bearer {self._token}":
-            error = RequestError("TOKEN", "the bearer token is missing or wrong", code="UNAUTHENTICATED")
+        given = str(dict(context.invocation_metadata() or ()).get("authorization", ""))
+        if self._token and not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+            error = RequestError(
+                "TOKEN",
+                "the bearer token is missing or wrong",
+                code="UNAUTHENTICATED",
+                field="authorization",
+                remedy="send metadata `authorization: Bearer …` with the token of the daemon's auth.token_file",
+            )
             await status.abort(context, status.of_request_error(error))
 
     async def ListSessions(self, request: apb.ListSessionsRequest, context: Context) -> apb.ListSessionsResponse:
@@ -43,7 +52,7 @@ class AdminServicer(apb_grpc.AdminServicer):
 
     async def Drain(self, request: apb.DrainRequest, context: Context) -> apb.DrainResponse:
         await self._allow(context)
-        return apb.DrainResponse(open_commits=self._tier.drain())
+        return apb.DrainResponse(open_commits=self._drain())
 
     async def Evict(self, request: apb.EvictRequest, context: Context) -> apb.EvictResponse:
         await self._allow(context)

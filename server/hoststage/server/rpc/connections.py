@@ -7,13 +7,20 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import structlog
 
 from hoststage.server.contract import LiveSession, Push, RevokedLeases, TierService
+from hoststage.server.rpc.outbox import Outbox
+from hoststage.server.rpc.peers import PeerPolicy
 from hoststage.server.rpc.tickets import Tickets
+from hoststage.server.telemetry.wire import WireMetrics
 from hoststage.v1 import convert, lane
 from hoststage.v1 import hoststage_pb2 as pb
+
+if TYPE_CHECKING:
+    from hoststage.server.rpc.inline import Assembly, Charge
 
 log = structlog.get_logger(__name__)
 
@@ -34,41 +41,21 @@ def push_to_proto(message: Push) -> pb.ServerMessage:
     return envelope
 
 
-class Outbox:
-    """Messages on their way into a gRPC stream, bounded in bytes: a client that never reads costs no more than that."""
+@dataclass(frozen=True, slots=True)
+class InlineLimits:
+    """Payload in messages that the daemon holds at most, for one session and for all."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit = limit_bytes
-        self._held = 0
-        self._queue: asyncio.Queue[tuple[pb.ServerMessage | None, int]] = asyncio.Queue()
-        self.overflowed = False
-
-    def put(self, message: pb.ServerMessage) -> bool:
-        """Queue a message; False where the peer is too slow, after which nothing more is taken."""
-        size = message.ByteSize()
-        # One message is always taken, however large: only a queue that is not drained overflows.
-        if self.overflowed or (self._held and self._held + size > self._limit):
-            self.overflowed = True
-            self._queue.put_nowait((None, 0))
-            return False
-        self._held += size
-        self._queue.put_nowait((message, size))
-        return True
-
-    def end(self) -> None:
-        """No more messages."""
-        self._queue.put_nowait((None, 0))
-
-    async def get(self) -> pb.ServerMessage | None:
-        """Return the next message, None at the end."""
-        message, size = await self._queue.get()
-        self._held -= size
-        return message
+    session_bytes: int = 2 << 30
+    daemon_bytes: int = 4 << 30
 
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """Implements `Port` for one session. `lane_write` is set while a lane is attached."""
+    """Implements `Port` for one session. `lane_write` is set while a lane is attached.
+
+    `handed_out`: descriptors of the session's memory have left the daemon. `inline_bytes`: payload of its inline requests that is
+    held in the daemon.
+    """
 
     outbox: Outbox
     live: LiveSession | None = None
@@ -78,7 +65,8 @@ class Connection:
     goodbye: bool = False
     handed_out: bool = False
     pidfd: int = -1
-    inline_parts: dict[int, object] = field(default_factory=dict)
+    inline_parts: dict[int, Assembly] = field(default_factory=dict)
+    charges: set[Charge] = field(default_factory=set)
     inline_bytes: int = 0
 
     @property
@@ -92,21 +80,41 @@ class Connection:
                 body = push_to_proto(message).SerializeToString()
                 return self.lane_write(lane.frame(lane.Op.PROTOBUF, 0, body))
             return self.lane_write(lane.encode(message, 0))
-        return self.stream_open and self.outbox.put(push_to_proto(message))
+        return self.send_by_stream(push_to_proto(message))
 
-    def send(self, message: pb.ServerMessage) -> bool:
-        """Send a message that has no fixed frame, by the lane where there is one."""
-        if self.lane_write is not None:
-            return self.lane_write(lane.frame(lane.Op.PROTOBUF, message.request_id, message.SerializeToString()))
+    def send_by_stream(self, message: pb.ServerMessage) -> bool:
+        """Send a message on the gRPC stream; False where it is gone or too slow."""
         return self.stream_open and self.outbox.put(message)
+
+    def send_by_lane(self, message: pb.ServerMessage) -> bool:
+        """Send a message on the lane; False where it is gone or too slow."""
+        write = self.lane_write
+        return write is not None and write(
+            lane.frame(lane.Op.PROTOBUF, message.request_id, message.SerializeToString())
+        )
+
+    def announce(self, message: pb.ServerMessage) -> bool:
+        """Tell the client something unasked, by the lane where there is one."""
+        return self.send_by_lane(message) if self.lane_write is not None else self.send_by_stream(message)
 
 
 class Connections:
     """All connections, and the rules of how a session ends."""
 
-    def __init__(self, tier: TierService) -> None:
+    def __init__(
+        self,
+        tier: TierService,
+        policy: PeerPolicy | None = None,
+        metrics: WireMetrics | None = None,
+        inline_limits: InlineLimits | None = None,
+    ) -> None:
         self.tier = tier
+        self.inline_limits = inline_limits or InlineLimits()
+        self.policy = policy or PeerPolicy()
+        self.metrics = metrics or WireMetrics()
         self.tickets = Tickets()
+        self.draining = False
+        self.inline_bytes = 0
         self._by_session: dict[int, Connection] = {}
 
     @staticmethod
@@ -125,6 +133,14 @@ class Connections:
     def all(self) -> list[Connection]:
         """Every connection of a session that has not ended."""
         return list(self._by_session.values())
+
+    def forget_replaced(self, session: int) -> None:
+        """Stop watching for a session that the tier has ended because its client opened another in its place."""
+        connection = self._by_session.get(session)
+        if connection is None or connection.stream_open or connection.lane_write is not None:
+            return
+        if not any(s.session == session and s.state != "ending" for s in self.tier.facts().sessions):
+            self.finish(connection, "replaced by its own client")
 
     # -------------------------------------------------------------- death
 
@@ -145,9 +161,9 @@ class Connections:
         if self._by_session.pop(connection.session, None) is None:
             return
         self._unwatch(connection)
+        self.tickets.revoke(connection.session)
         if connection.lane_close is not None:
             connection.lane_close(reason)
-        connection.stream_open = False
         connection.outbox.end()
         self.tier.end(connection.session, reason)
 
@@ -160,6 +176,7 @@ class Connections:
     def stream_ended(self, connection: Connection) -> None:
         """The gRPC stream is gone. A session whose memory nobody else can write is over; else its lane or its process decides."""
         connection.stream_open = False
+        connection.outbox.end()
         if connection.live is None or self._by_session.get(connection.session) is not connection:
             return
         if connection.goodbye or not connection.handed_out:
@@ -173,18 +190,19 @@ class Connections:
         connection.lane_write = connection.lane_close = None
         if self._by_session.get(connection.session) is not connection:
             return
-        if connection.goodbye:
-            self.finish(connection, "goodbye")
+        if connection.goodbye or not (connection.handed_out or connection.stream_open):
+            self.finish(connection, "goodbye" if connection.goodbye else "its stream and its lane ended")
         else:
             self.tier.quarantine(connection.session, f"its lane ended: {reason}")
 
     def announce_draining(self, grace_seconds: float) -> None:
-        """Tell every client that no new work is taken."""
+        """Tell every client that no new work is taken. `grace_seconds` 0: no end is set."""
+        self.draining = True
         message = pb.ServerMessage(draining=pb.Draining(grace_ms=int(grace_seconds * 1000)))
-        for connection in self._by_session.values():
-            connection.send(message)
+        for connection in self.all():
+            connection.announce(message)
 
     def close(self) -> None:
         """End every session."""
-        for connection in list(self._by_session.values()):
+        for connection in self.all():
             self.finish(connection, "the daemon stops")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Coroutine
+from time import perf_counter
 from typing import Any
 
 import structlog
@@ -13,10 +14,14 @@ from hoststage.server.contract import ArenaDescriptor, HoldKey, LiveSession, Req
 from hoststage.server.rpc import inline, status
 from hoststage.server.rpc.connections import Connection, Connections
 from hoststage.server.rpc.convert_stack import arena_kind_to_proto, arena_to_proto
+from hoststage.server.telemetry.wire import Road
 from hoststage.v1 import convert, ops
 from hoststage.v1 import hoststage_pb2 as pb
 
 log = structlog.get_logger(__name__)
+
+_UNANSWERED = frozenset({"release", "revoke_ack"})
+_COLD = frozenset({"hold", "seal_hold", "restore", "discard", "lease_arena", "return_arena"})
 
 
 def error_message(request_id: int, error: RequestError) -> pb.ServerMessage:
@@ -24,60 +29,111 @@ def error_message(request_id: int, error: RequestError) -> pb.ServerMessage:
     return pb.ServerMessage(request_id=request_id, error=pb.Error(status=status.of_request_error(error)))
 
 
+def too_many(waiting: int) -> RequestError:
+    """Return the refusal of a request beyond the limit."""
+    return RequestError(
+        "TOO_MANY_REQUESTS",
+        f"{waiting} requests have no answer yet",
+        code="RESOURCE_EXHAUSTED",
+        remedy="wait for answers; the limit is max_open_requests of the handshake",
+    )
+
+
+def fault(session: int, error: Exception) -> RequestError:
+    """Log a fault of the daemon's own, and return what the client is told of it."""
+    log.error("request.fault", session=session, error=repr(error), exc_info=error)
+    return RequestError("INTERNAL", f"the daemon failed: {error!r}", code="INTERNAL", remedy="report it with the log")
+
+
 def _hold_key(m: pb.HoldId) -> HoldKey:
     return HoldKey(m.owner_token, m.request, m.attempt)
 
 
 class Dispatcher:
-    """Carries out one client's messages and sends what they answer through `connection.send`."""
+    """Carries out one client's messages of one road and answers them by `send`."""
 
-    def __init__(self, connections: Connections, connection: Connection, max_open: int) -> None:
+    def __init__(
+        self,
+        connections: Connections,
+        connection: Connection,
+        road: Road,
+        send: Callable[[pb.ServerMessage], bool],
+        max_open: int,
+    ) -> None:
         self._connections = connections
         self._connection = connection
+        self._road: Road = road
+        self._send = send
         self._max_open = max_open
-        self._open: set[int] = set()
+        self._open: dict[int, tuple[str, float]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @property
     def _live(self) -> LiveSession:
         assert self._connection.live is not None
         return self._connection.live
 
+    async def idle(self) -> None:
+        """Wait until no request is without its answer."""
+        await self._idle.wait()
+
     def handle(self, message: pb.ClientMessage) -> None:
         """Carry out one message. Whatever is wrong with it is answered; nothing is raised."""
         request_id = message.request_id
+        name = message.WhichOneof("body") or "unknown"
+        part_of_known = name == "inline_store" and request_id in self._connection.inline_parts
         try:
-            self._admit(request_id)
-            self._route(message, request_id)
+            if name not in _UNANSWERED and not part_of_known:
+                self._admit(request_id, name)
+            self._route(name, message, request_id)
         except RequestError as error:
-            self._open.discard(request_id)
-            self._connection.send(error_message(request_id, error))
+            self._fail(request_id, error, keep=error.reason == "REQUEST_ID")
+        except Exception as error:
+            self._fail(request_id, fault(self._connection.session, error))
 
-    def _admit(self, request_id: int) -> None:
-        if len(self._open) >= self._max_open:
+    def _admit(self, request_id: int, name: str) -> None:
+        if request_id == 0 or request_id in self._open:
             raise RequestError(
-                "TOO_MANY_REQUESTS",
-                f"{len(self._open)} requests have no answer yet",
-                code="RESOURCE_EXHAUSTED",
-                remedy="wait for answers; the limit is max_open_requests of the handshake",
+                "REQUEST_ID",
+                f"request id {request_id} is {'0' if request_id == 0 else 'open already'}",
+                field="request_id",
+                remedy="choose a number that is not 0 and that no open request has",
             )
+        if len(self._open) >= self._max_open:
+            raise too_many(len(self._open))
+        self._open[request_id] = (name, perf_counter())
+        self._idle.clear()
+
+    def _close(self, request_id: int) -> None:
+        found = self._open.pop(request_id, None)
+        if found is not None:
+            self._connections.metrics.latency(self._road, found[0]).observe(perf_counter() - found[1])
+        if not self._open:
+            self._idle.set()
 
     def _answer(self, message: pb.ServerMessage) -> None:
-        self._open.discard(message.request_id)
-        self._connection.send(message)
+        self._close(message.request_id)
+        self._send(message)
 
-    def _route(self, message: pb.ClientMessage, request_id: int) -> None:
+    def _fail(self, request_id: int, error: RequestError, *, keep: bool = False) -> None:
+        if not keep:
+            self._close(request_id)
+        self._connections.metrics.errors[error.reason] += 1
+        self._send(error_message(request_id, error))
+
+    def _route(self, name: str, message: pb.ClientMessage, request_id: int) -> None:
         hot = convert.from_proto(message)
         if hot is not None:
-            self._hot(hot, request_id)
+            self._live.submit(hot, request_id, self._reply(request_id))  # type: ignore[arg-type]  # requests alone
             return
-        name = message.WhichOneof("body")
         match name:
             case "inline_store":
-                inline.store(self._connection, request_id, message.inline_store, self._reply(request_id))
+                part = message.inline_store
+                inline.store(self._connections, self._connection, request_id, part, self._reply(request_id))
             case "inline_load":
-                op = convert.load_from_proto(message.inline_load.load)
-                inline.load(self._live, request_id, op, self._connection.send)
+                self._inline_load(message.inline_load, request_id)
             case "ping":
                 self._answer(pb.ServerMessage(request_id=request_id, pong=pb.Pong(payload=message.ping.payload)))
             case "abort":
@@ -90,8 +146,6 @@ class Dispatcher:
                 self._live.revoke_ack(message.revoke_ack.revocation)
             case "goodbye":
                 self._goodbye(request_id)
-            case "hold" | "seal_hold" | "restore" | "discard" | "lease_arena" | "return_arena":
-                self._spawn(request_id, self._cold(name, message, request_id))
             case "import_memory":
                 raise RequestError(
                     "IMPORTED_PATH",
@@ -101,6 +155,8 @@ class Dispatcher:
                 )
             case "hello":
                 raise RequestError("SECOND_HELLO", "the session is open already", code="FAILED_PRECONDITION")
+            case _ if name in _COLD:
+                self._spawn(request_id, self._cold(name, message, request_id))
             case _:
                 raise RequestError(
                     "UNKNOWN_OPERATION",
@@ -109,13 +165,6 @@ class Dispatcher:
                     remedy="compare the features of the handshake",
                 )
 
-    def _hot(self, op: ops.HotMessage, request_id: int) -> None:
-        if not isinstance(op, (ops.Reserve, ops.Commit, ops.Lookup, ops.Load, ops.Release)):
-            raise RequestError("UNKNOWN_OPERATION", "an answer is no request", code="INVALID_ARGUMENT")
-        if not isinstance(op, ops.Release):
-            self._open.add(request_id)
-        self._live.submit(op, request_id, self._reply(request_id))
-
     def _reply(self, request_id: int) -> Callable[[ops.HotReply], None]:
         def reply(answer: ops.HotReply) -> None:
             envelope = convert.to_proto(answer, request_id)
@@ -123,6 +172,16 @@ class Dispatcher:
             self._answer(envelope)
 
         return reply
+
+    def _inline_load(self, m: pb.InlineLoad, request_id: int) -> None:
+        if self._road == "lane":
+            raise RequestError(
+                "INLINE_ON_LANE",
+                "pages travel in messages on the gRPC stream alone",
+                code="FAILED_PRECONDITION",
+                remedy="send InlineLoad on the stream, or Load on the lane",
+            )
+        inline.load(self._connections, self._connection, request_id, convert.load_from_proto(m.load), self._answer)
 
     def _done(self, request_id: int) -> None:
         self._answer(pb.ServerMessage(request_id=request_id, done=pb.Done()))
@@ -136,7 +195,6 @@ class Dispatcher:
     # -------------------------------------------------------------- requests that take time
 
     def _spawn(self, request_id: int, work: Coroutine[Any, Any, None]) -> None:
-        self._open.add(request_id)
         task = asyncio.get_running_loop().create_task(self._guard(request_id, work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -145,11 +203,9 @@ class Dispatcher:
         try:
             await work
         except RequestError as error:
-            self._answer(error_message(request_id, error))
+            self._fail(request_id, error)
         except Exception as error:
-            log.error("request.fault", session=self._connection.session, error=repr(error), exc_info=error)
-            fault = RequestError("INTERNAL", f"the daemon failed: {error}", code="INTERNAL")
-            self._answer(error_message(request_id, fault))
+            self._fail(request_id, fault(self._connection.session, error))
 
     async def _cold(self, name: str, message: pb.ClientMessage, request_id: int) -> None:
         answer = pb.ServerMessage(request_id=request_id)
@@ -177,13 +233,13 @@ class Dispatcher:
             case "lease_arena":
                 facts, descriptors = await self._live.lease_arena(message.lease_arena.name, message.lease_arena.bytes)
                 answer.lease_arena_reply.arena.CopyFrom(arena_to_proto(facts))
-                answer.lease_arena_reply.fd_token = self.ticket_for(descriptors)
+                answer.lease_arena_reply.fd_token = self._ticket_for(descriptors)
             case "return_arena":
                 await self._live.return_arena(message.return_arena.arena_id)
                 answer.done.SetInParent()
         self._answer(answer)
 
-    def ticket_for(self, descriptors: list[ArenaDescriptor]) -> bytes:
+    def _ticket_for(self, descriptors: list[ArenaDescriptor]) -> bytes:
         """Return a token for descriptors beyond the handshake's; they are closed if nobody comes for them."""
 
         def close() -> None:

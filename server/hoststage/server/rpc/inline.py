@@ -1,130 +1,217 @@
-"""Inline payload: pages as bytes in messages, in parts where they are large."""
+"""Inline payload: pages as bytes in messages, in parts where they are large.
+
+What a session and the daemon hold of such bytes is bounded where a request is admitted: an inline load is charged before its pages
+come, so that a client that does not read them cannot make the daemon hold more.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hoststage.server.contract import LiveSession, RequestError
-from hoststage.server.rpc.connections import Connection
+from hoststage.server.rpc.connections import Connection, Connections
 from hoststage.v1 import convert, ops
 from hoststage.v1 import hoststage_pb2 as pb
 
-MAX_STORE_BYTES = 1 << 30
 _PART_BYTES = 4 << 20
 
 
+@dataclass(slots=True, eq=False)
+class Charge:
+    """Payload that the daemon holds for a session, from admission until `settle`, which counts once."""
+
+    connections: Connections
+    connection: Connection
+    size: int
+
+    @classmethod
+    def take(cls, connections: Connections, connection: Connection, size: int, field: str) -> Charge:
+        """Charge a session. Raises `RequestError` where it, or all together, would hold too much."""
+        limits = connections.inline_limits
+        mine, everyones = connection.inline_bytes, connections.inline_bytes
+        if mine + size > limits.session_bytes or everyones + size > limits.daemon_bytes:
+            raise RequestError(
+                "INLINE_TOO_LARGE",
+                f"{size} bytes of pages, with {mine} of this session under way (at most {limits.session_bytes}) "
+                f"and {everyones} of all (at most {limits.daemon_bytes})",
+                code="RESOURCE_EXHAUSTED",
+                field=field,
+                remedy="move fewer pages at once, or share memory with the daemon",
+            )
+        charge = cls(connections, connection, size)
+        connection.inline_bytes += size
+        connections.inline_bytes += size
+        connection.charges.add(charge)
+        return charge
+
+    def settle(self) -> None:
+        """The bytes are no longer held."""
+        if self in self.connection.charges:
+            self.connection.charges.discard(self)
+            self.connection.inline_bytes -= self.size
+            self.connections.inline_bytes -= self.size
+
+
+def drop(connection: Connection) -> None:
+    """The session's stream is gone: what had come of its stores is dropped, and nothing stays charged."""
+    connection.inline_parts.clear()
+    for charge in list(connection.charges):
+        charge.settle()
+
+
 @dataclass(slots=True)
-class _Assembly:
+class Assembly:
     """A store whose parts are still coming. `filled`: bytes that have arrived of each page."""
 
     span: ops.Span
     wait_ms: int
     pages: list[list[bytearray]]
-    filled: int
-    size: int
+    filled: list[list[int]]
+    charge: Charge
+
+    def missing(self) -> str:
+        """Return the first page that is not whole, "" where all are."""
+        for at, (pages, filled) in enumerate(zip(self.pages, self.filled, strict=True)):
+            for i, (page, n) in enumerate(zip(pages, filled, strict=True)):
+                if n != len(page):
+                    return f"{n} bytes came of the {len(page)} of page {i} of range {at}"
+        return ""
 
 
-def assemble(connection: Connection, request_id: int, m: pb.InlineStore) -> _Assembly | None:
-    """Take one part of a store; return the whole once the last one is here. Raises `RequestError`, and drops what had come."""
+# ------------------------------------------------------------------ storing
+
+
+def assemble(connections: Connections, connection: Connection, request_id: int, m: pb.InlineStore) -> Assembly | None:
+    """Take one part of a store; return the whole once the last one is here.
+
+    The whole stays charged to the session. Raises `RequestError`, and drops what had come.
+    """
     parts = connection.inline_parts
-    found = parts.get(request_id)
-    assembly = found if isinstance(found, _Assembly) else None
+    assembly = parts.get(request_id)
     try:
         if assembly is None:
-            assembly = _begin(connection, m)
-            parts[request_id] = assembly
-            connection.inline_bytes += assembly.size
+            assembly = parts[request_id] = _begin(connections, connection, m)
         for page in m.pages:
             _fill(assembly, page)
         if not m.last:
             return None
-        if assembly.filled != assembly.size:
-            raise RequestError(
-                "PAGE_SIZE", f"{assembly.filled} bytes came of {assembly.size}", field="inline_store.pages"
-            )
+        if missing := assembly.missing():
+            raise RequestError("PAGE_SIZE", missing, field="inline_store.pages")
     except RequestError:
-        _forget(connection, request_id, assembly)
+        parts.pop(request_id, None)
+        if assembly is not None:
+            assembly.charge.settle()
         raise
-    _forget(connection, request_id, assembly)
+    del parts[request_id]
     return assembly
 
 
-def _forget(connection: Connection, request_id: int, assembly: _Assembly | None) -> None:
-    if connection.inline_parts.pop(request_id, None) is not None and assembly is not None:
-        connection.inline_bytes -= assembly.size
-
-
-def _begin(connection: Connection, m: pb.InlineStore) -> _Assembly:
+def _begin(connections: Connections, connection: Connection, m: pb.InlineStore) -> Assembly:
     live = connection.live
     assert live is not None
     span = convert.span_from_proto(m.span)
-    by_pool = {a.pool: a for a in live.arenas if a.kind == "write"}
-    shapes = []
+    keys, seen, shapes = len(span), set(), []
     for i, r in enumerate(span.ranges):
-        if r.pool not in by_pool:
-            raise RequestError("RANGES", f"pool {r.pool} is not in the stack", field=f"span.ranges[{i}].pool")
-        page_bytes = live.page_bytes(r.pool)
-        shapes.append((r.count, page_bytes))
-    size = sum(count * page_bytes for count, page_bytes in shapes)
-    if connection.inline_bytes + size > MAX_STORE_BYTES:
-        raise RequestError(
-            "INLINE_TOO_LARGE",
-            f"{size} bytes of pages, with {connection.inline_bytes} under way; at most {MAX_STORE_BYTES} at once",
-            code="RESOURCE_EXHAUSTED",
-            field="inline_store.span",
-            remedy="store fewer pages at once",
-        )
+        if r.pool >= live.pool_count:
+            raise RequestError(
+                "RANGES", f"pool {r.pool}: the stack has {live.pool_count}", field=f"span.ranges[{i}].pool"
+            )
+        if r.pool in seen:
+            raise RequestError("RANGES", f"pool {r.pool} has two ranges", field=f"span.ranges[{i}].pool")
+        seen.add(r.pool)
+        # Checked before anything of that size is made: a count is four bytes on the wire.
+        if r.first + r.count > keys:
+            raise RequestError(
+                "RANGES", f"keys [{r.first}, {r.first + r.count}) of {keys}", field=f"span.ranges[{i}].count"
+            )
+        shapes.append((r.count, live.page_bytes(r.pool)))
+    charge = Charge.take(
+        connections, connection, sum(count * page_bytes for count, page_bytes in shapes), "inline_store.span"
+    )
     pages = [[bytearray(page_bytes) for _ in range(count)] for count, page_bytes in shapes]
-    return _Assembly(span, m.wait_ms, pages, 0, size)
+    return Assembly(span, m.wait_ms, pages, [[0] * count for count, _ in shapes], charge)
 
 
-def _fill(assembly: _Assembly, page: pb.InlinePage) -> None:
+def _fill(assembly: Assembly, page: pb.InlinePage) -> None:
     if page.range >= len(assembly.pages) or page.page >= len(assembly.pages[page.range]):
         raise RequestError("RANGES", f"page {page.page} of range {page.range} was not announced", field="pages")
-    target = assembly.pages[page.range][page.page]
+    target, filled = assembly.pages[page.range][page.page], assembly.filled[page.range]
     end = page.offset + len(page.data)
-    if end > len(target):
+    if page.offset != filled[page.page] or end > len(target):
         raise RequestError(
-            "PAGE_SIZE", f"bytes [{page.offset}, {end}) of a page of {len(target)}", field="pages.offset"
+            "PAGE_SIZE",
+            f"bytes [{page.offset}, {end}) of page {page.page} of range {page.range}, which has {len(target)} bytes "
+            f"and {filled[page.page]} of them already",
+            field="pages.offset",
+            remedy="send the parts of a page in order",
         )
     target[page.offset : end] = page.data
-    assembly.filled += len(page.data)
+    filled[page.page] = end
 
 
-def store(connection: Connection, request_id: int, m: pb.InlineStore, reply: Callable[[ops.HotReply], None]) -> None:
+def store(
+    connections: Connections,
+    connection: Connection,
+    request_id: int,
+    m: pb.InlineStore,
+    reply: Callable[[ops.HotReply], None],
+) -> None:
     """Carry out one part of an inline store."""
-    whole = assemble(connection, request_id, m)
-    if whole is not None:
-        assert connection.live is not None
-        connection.live.inline_store(whole.span, whole.pages, request_id, whole.wait_ms, reply)
+    whole = assemble(connections, connection, request_id, m)
+    if whole is None:
+        return
+    assert connection.live is not None
+    charge = whole.charge
+
+    def answered(answer: ops.HotReply) -> None:
+        charge.settle()
+        reply(answer)
+
+    try:
+        connection.live.inline_store(whole.span, whole.pages, request_id, whole.wait_ms, answered)
+    except BaseException:
+        charge.settle()
+        raise
 
 
-def load(live: LiveSession, request_id: int, op: ops.Load, send: Callable[[pb.ServerMessage], bool]) -> None:
-    """Carry out an inline load; its pages go out in messages of a few MiB."""
-    span_ranges = op.span.ranges
-    pools = [r.pool for r in span_ranges] if span_ranges else None
-    total = sum(live.page_bytes(p) * op.prefix for p in (pools or range(live.pool_count)))
-    if total > 2 * MAX_STORE_BYTES:
-        raise RequestError(
-            "INLINE_TOO_LARGE",
-            f"up to {total} bytes of pages in one load",
-            code="RESOURCE_EXHAUSTED",
-            field="inline_load.load.prefix",
-            remedy="name ranges and load them one after the other",
-        )
+# ------------------------------------------------------------------ loading
+
+
+def _most(live: LiveSession, op: ops.Load) -> int:
+    """Return the most bytes that a load may bring. Raises `RequestError`."""
+    if op.prefix > len(op.span):
+        raise RequestError("RANGES", f"a prefix of {op.prefix} pages of {len(op.span)} keys", field="load.prefix")
+    for i, r in enumerate(op.span.ranges):
+        if r.pool >= live.pool_count:
+            raise RequestError(
+                "RANGES", f"pool {r.pool}: the stack has {live.pool_count}", field=f"span.ranges[{i}].pool"
+            )
+    if op.span.ranges:
+        return sum(live.page_bytes(r.pool) * min(r.count, op.prefix) for r in op.span.ranges)
+    return sum(live.page_bytes(p) * op.prefix for p in range(live.pool_count))
+
+
+def load(
+    connections: Connections,
+    connection: Connection,
+    request_id: int,
+    op: ops.Load,
+    send: Callable[[pb.ServerMessage], None],
+) -> None:
+    """Carry out an inline load; its pages go out in messages of a few MiB, and `send` gets the last one as well."""
+    live = connection.live
+    assert live is not None
+    charge = Charge.take(connections, connection, _most(live, op), "inline_load.load.prefix")
+    outbox = connection.outbox
 
     def group(message: ops.LoadReady, views: list[list[memoryview]]) -> None:
+        ranges: Sequence[pb.PoolRange]
         ranges = [pb.PoolRange(pool=r.pool, first=r.first, count=r.count) for r in message.ranges]
-        first = True
         for pages in _messages(views):
-            send(
-                pb.ServerMessage(
-                    request_id=request_id,
-                    inline_pages=pb.InlinePages(outcome=pb.OUTCOME_READY, ranges=ranges if first else (), pages=pages),
-                )
-            )
-            first = False
+            part = pb.InlinePages(outcome=pb.OUTCOME_READY, ranges=ranges, pages=pages)
+            outbox.put(pb.ServerMessage(request_id=request_id, inline_pages=part), counted=False)
+            ranges = ()
         if message.last:
             end = pb.InlinePages(
                 outcome=int(message.outcome),  # type: ignore[arg-type]
@@ -133,21 +220,27 @@ def load(live: LiveSession, request_id: int, op: ops.Load, send: Callable[[pb.Se
                 detail=message.detail,
             )
             send(pb.ServerMessage(request_id=request_id, inline_pages=end))
+            outbox.when_sent(charge.settle)
 
-    live.inline_load(op, group)
+    try:
+        live.inline_load(op, group)
+    except BaseException:
+        charge.settle()
+        raise
 
 
-def _messages(views: Sequence[Sequence[memoryview]]) -> list[list[pb.InlinePage]]:
+def _messages(views: Sequence[Sequence[memoryview]]) -> Iterator[list[pb.InlinePage]]:
     """Cut pages into messages of at most `_PART_BYTES` of payload."""
-    out: list[list[pb.InlinePage]] = []
-    room = 0
+    batch: list[pb.InlinePage] = []
+    room = _PART_BYTES
     for range_at, pages in enumerate(views):
         for page_at, view in enumerate(pages):
             for offset in range(0, len(view), _PART_BYTES):
                 data = bytes(view[offset : offset + _PART_BYTES])
-                if not out or room < len(data):
-                    out.append([])
-                    room = _PART_BYTES
-                out[-1].append(pb.InlinePage(range=range_at, page=page_at, offset=offset, data=data))
+                if batch and room < len(data):
+                    yield batch
+                    batch, room = [], _PART_BYTES
+                batch.append(pb.InlinePage(range=range_at, page=page_at, offset=offset, data=data))
                 room -= len(data)
-    return out
+    if batch:
+        yield batch

@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
 import structlog
-from google.rpc import code_pb2, status_pb2
 
 from hoststage.core.stack import PayloadPath
-from hoststage.server.contract import LiveSession, Refusal, RequestError, TierService
+from hoststage.server.contract import LiveSession, Refusal, RequestError, SessionRequest, TierService
 from hoststage.server.memory.arena import MemoryUnavailable
-from hoststage.server.rpc import status
-from hoststage.server.rpc.connections import Connection, Connections, Outbox
+from hoststage.server.rpc import inline, status
+from hoststage.server.rpc.connections import Connection, Connections
 from hoststage.server.rpc.convert_stack import (
     arena_to_proto,
     finding_to_proto,
@@ -25,6 +24,7 @@ from hoststage.server.rpc.convert_stack import (
     verdict_to_proto,
 )
 from hoststage.server.rpc.dispatch import Dispatcher
+from hoststage.server.rpc.outbox import Outbox
 from hoststage.v1 import hoststage_pb2 as pb
 from hoststage.v1 import hoststage_pb2_grpc as pb_grpc
 from hoststage.v1.ops import PROTOCOL_MAX, PROTOCOL_MIN
@@ -32,7 +32,9 @@ from hoststage.v1.ops import PROTOCOL_MAX, PROTOCOL_MIN
 log = structlog.get_logger(__name__)
 
 FEATURES = ("lane", "inline", "pins", "holds", "whole_arenas", "credits")
-OUTBOX_BYTES = 256 << 20
+OUTBOX_BYTES = 64 << 20
+"""Answers and pushes that may wait for a client to read them."""
+FLUSH_SECONDS = 30.0
 HELLO_SECONDS = 10.0
 
 
@@ -78,7 +80,7 @@ class HostStageServicer(pb_grpc.HostStageServicer):
     ) -> pb.NegotiateResponse:
         await self._authenticate(request.hello, context)
         try:
-            wanted = request_from_proto(request.hello)
+            wanted = _reachable(request_from_proto(request.hello), context)
         except RequestError as error:
             await status.abort(context, status.of_request_error(error))
         answer = verdict_to_proto(self._tier.negotiate(wanted))
@@ -98,9 +100,14 @@ class HostStageServicer(pb_grpc.HostStageServicer):
             live = await self._open(hello, connection, context)
             connection.live = live
             self._connections.add(connection)
+            if hello.previous_session:
+                self._connections.forget_replaced(hello.previous_session)
+            self._connections.metrics.streams += 1
             await context.write(self._welcome(hello_id, hello, live, connection))
             await self._serve(request_iterator, context, connection)
         finally:
+            self._connections.metrics.streams -= connection.live is not None
+            inline.drop(connection)
             self._connections.stream_ended(connection)
 
     async def _hello(
@@ -136,17 +143,24 @@ class HostStageServicer(pb_grpc.HostStageServicer):
     async def _open(
         self, hello: pb.Hello, connection: Connection, context: grpc.aio.ServicerContext[Any, Any]
     ) -> LiveSession:
+        results = self._connections.metrics.handshakes
         try:
-            return await self._tier.open(request_from_proto(hello), connection)
+            live = await self._tier.open(_reachable(request_from_proto(hello), context), connection)
         except RequestError as error:
+            results["malformed"] += 1
             await status.abort(context, status.of_request_error(error))
         except Refusal as refusal:
-            refused = status.of_verdict(refusal.verdict)
+            refused = status.of_verdict(refusal.verdict, draining=self._connections.draining)
+            results["refused"] += 1
             log.info("session.refused", client=hello.client, worker=hello.worker, why=refused.message)
             await status.abort(context, refused)
         except MemoryUnavailable as error:
+            results["no_memory"] += 1
             log.error("session.no_memory", client=hello.client, error=str(error))
-            await status.abort(context, status_pb2.Status(code=code_pb2.RESOURCE_EXHAUSTED, message=str(error)))
+            lacking = RequestError("BUDGET", str(error), code="RESOURCE_EXHAUSTED", remedy="see `hoststage doctor`")
+            await status.abort(context, status.of_request_error(lacking))
+        results["granted"] += 1
+        return live
 
     def _welcome(self, request_id: int, hello: pb.Hello, live: LiveSession, connection: Connection) -> pb.ServerMessage:
         welcome = pb.Welcome(
@@ -174,25 +188,74 @@ class HostStageServicer(pb_grpc.HostStageServicer):
         connection: Connection,
     ) -> None:
         """Read requests and write answers until either side ends."""
-        dispatcher = Dispatcher(self._connections, connection, self._options.max_open_requests)
+        outbox = connection.outbox
+        limit = self._options.max_open_requests
+        dispatcher = Dispatcher(self._connections, connection, "stream", connection.send_by_stream, limit)
 
         async def read() -> None:
             async for message in requests:
                 dispatcher.handle(message)
+                # A client that does not read its answers gets no further requests served.
+                await outbox.room()
+            # It has said all that it will; what it asked is still answered.
+            async with asyncio.timeout(FLUSH_SECONDS):
+                await dispatcher.idle()
+            outbox.end()
 
         async def write() -> None:
-            while (message := await connection.outbox.get()) is not None:
+            while (message := await outbox.get()) is not None:
                 await context.write(message)
-            if connection.outbox.overflowed:
-                log.warning("session.too_slow", session=connection.session)
 
-        tasks = [asyncio.create_task(read()), asyncio.create_task(write())]
+        async def watch() -> None:
+            await outbox.overflowed.wait()
+            raise _TooSlow
+
+        reading, writing = asyncio.create_task(read()), asyncio.create_task(write())
+        tasks = {reading, writing, asyncio.create_task(watch())}
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            done = await _until_over(tasks, reading)
         finally:
             for task in tasks:
                 task.cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-            for result in results:
-                if isinstance(result, Exception) and not isinstance(result, (asyncio.CancelledError, grpc.RpcError)):
-                    log.warning("session.stream_broke", session=connection.session, error=repr(result))
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done:
+            await self._explain(task.exception(), connection, context)
+
+    async def _explain(
+        self, error: BaseException | None, connection: Connection, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        """End the stream with what went wrong on it."""
+        if error is None or isinstance(error, (grpc.RpcError, TimeoutError)):
+            return
+        if isinstance(error, _TooSlow):
+            log.warning("session.too_slow", session=connection.session)
+            self._connections.metrics.closed["stream", "slow"] += 1
+            slow = RequestError(
+                "TOO_SLOW", "the client does not read its stream", code="RESOURCE_EXHAUSTED", remedy="read it"
+            )
+            await status.abort(context, status.of_request_error(slow))
+        log.warning("session.stream_broke", session=connection.session, error=repr(error))
+        self._connections.metrics.closed["stream", "malformed"] += 1
+        broken = RequestError("MALFORMED", f"the stream broke: {error!r}", remedy="send serialized ClientMessages")
+        await status.abort(context, status.of_request_error(broken))
+
+
+class _TooSlow(Exception):
+    """The client does not read."""
+
+
+async def _until_over(tasks: set[asyncio.Task[None]], reading: asyncio.Task[None]) -> set[asyncio.Task[None]]:
+    """Wait for the end of a stream: the first task to end, but that a reader that ended well leaves it to the writer."""
+    waiting = set(tasks)
+    while True:
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if done != {reading} or reading.exception() is not None:
+            return done
+
+
+def _reachable(request: SessionRequest, context: grpc.aio.ServicerContext[Any, Any]) -> SessionRequest:
+    """Without a Unix socket no memory can be shared, whatever the client wishes."""
+    if context.peer().startswith("unix"):
+        return request
+    paths = tuple(p for p in request.stack.paths if p is PayloadPath.INLINE)
+    return replace(request, stack=replace(request.stack, paths=paths))

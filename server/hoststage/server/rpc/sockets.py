@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 
 MAX_PATH_BYTES = 107
@@ -14,19 +16,82 @@ class SocketError(Exception):
     """A socket cannot be made; the message names the path and the remedy."""
 
 
-def claim(path: str) -> None:
-    """Make room for a socket at `path`: its folder exists, no live daemon owns it, a stale one is gone. Raises `SocketError`."""
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """The right to a socket path, held for a daemon's life by a lock beside it: of two daemons started at once, one gets it."""
+
+    path: str
+    lock_fd: int
+
+    @classmethod
+    def take(cls, path: str) -> Owned:
+        """Own `path` and make room there. Raises `SocketError`."""
+        check_length(path)
+        _make_folder(path)
+        lock = _lock_path(path)
+        while True:
+            try:
+                fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                raise SocketError(
+                    f"cannot open {lock}: {error.strerror}; set listen.socket to a writable place"
+                ) from error
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                os.close(fd)
+                raise SocketError(f"another daemon listens on {path}; stop it or set listen.socket") from error
+            if _same_file(fd, lock):
+                break
+            # The former owner removed the file between our opening and our locking it.
+            os.close(fd)
+        try:
+            claim(path)
+        except SocketError:
+            os.close(fd)
+            raise
+        return cls(path, fd)
+
+    def release(self) -> None:
+        """Give the path up."""
+        Path(_lock_path(self.path)).unlink(missing_ok=True)
+        os.close(self.lock_fd)
+
+
+def _lock_path(path: str) -> str:
+    return path + ".lock"
+
+
+def _same_file(fd: int, path: str) -> bool:
+    try:
+        there = os.stat(path)
+    except FileNotFoundError:
+        return False
+    ours = os.fstat(fd)
+    return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
+
+
+def check_length(path: str) -> None:
+    """Refuse a path that no socket can have. Raises `SocketError`."""
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
         raise SocketError(
             f"the socket path {path} has more than {MAX_PATH_BYTES} bytes; choose a shorter listen.socket"
         )
-    file = Path(path)
+
+
+def _make_folder(path: str) -> None:
+    folder = Path(path).parent
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SocketError(
-            f"cannot make {file.parent}: {error.strerror}; set listen.socket to a writable place"
-        ) from error
+        raise SocketError(f"cannot make {folder}: {error.strerror}; set listen.socket to a writable place") from error
+
+
+def claim(path: str) -> None:
+    """Make room for a socket at `path`: its folder exists, no live daemon owns it, a stale one is gone. Raises `SocketError`."""
+    check_length(path)
+    _make_folder(path)
+    file = Path(path)
     if not file.exists() and not file.is_symlink():
         return
     if not file.is_socket():

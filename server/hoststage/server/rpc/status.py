@@ -33,12 +33,12 @@ def _packed(message: Message) -> any_pb2.Any:
     return packed
 
 
-def of_verdict(verdict: Verdict) -> status_pb2.Status:
+def of_verdict(verdict: Verdict, *, draining: bool = False) -> status_pb2.Status:
     """Return the status of a refusal; what does not fit into trailers is left out, the refusing findings last."""
     refused = [f for f in verdict.findings if f.severity is Severity.REFUSED and f.subject != "retraction"]
     refused = refused or [f for f in verdict.findings if f.severity is Severity.REFUSED]
     if not refused:
-        return status_pb2.Status(code=code_pb2.UNAVAILABLE, message="the daemon is draining and takes no new sessions")
+        return _unavailable(draining)
     first = refused[0]
     status = status_pb2.Status(code=_CODES[first.kind], message=_summary(refused))
     info = error_details_pb2.ErrorInfo(reason=first.rule, domain=DOMAIN)
@@ -51,6 +51,22 @@ def of_verdict(verdict: Verdict) -> status_pb2.Status:
             link = error_details_pb2.Help.Link(description=finding.remedy, url=HELP_URL + finding.rule)
             _append(status, error_details_pb2.Help(links=[link]))
     return status
+
+
+def _unavailable(draining: bool) -> status_pb2.Status:
+    """Nothing is wrong with the stack: it is the moment that is."""
+    if draining:
+        error = RequestError(
+            "DRAINING",
+            "the daemon is draining and takes no new sessions",
+            code="UNAVAILABLE",
+            remedy="connect again when it has been restarted",
+        )
+    else:
+        error = RequestError(
+            "BUDGET", "memory that was free a moment ago is taken", code="UNAVAILABLE", remedy="try again"
+        )
+    return of_request_error(error)
 
 
 def _summary(refused: list[Finding]) -> str:

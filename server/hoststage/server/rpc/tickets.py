@@ -44,9 +44,16 @@ class Tickets:
         del self._tickets[token]
         return ticket.session, ticket.payload
 
+    def revoke(self, session: int) -> None:
+        """Let the tokens of a session that is over expire now."""
+        self._expire([t for t, ticket in self._tickets.items() if ticket.session == session])
+
     def sweep(self, now: float) -> None:
         """Let tokens expire."""
-        for token in [t for t, ticket in self._tickets.items() if ticket.expires <= now]:
+        self._expire([t for t, ticket in self._tickets.items() if ticket.expires <= now])
+
+    def _expire(self, tokens: list[bytes]) -> None:
+        for token in tokens:
             expired = self._tickets.pop(token)
             if expired.on_expiry is not None:
                 expired.on_expiry()
