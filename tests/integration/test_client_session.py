@@ -299,3 +299,50 @@ def test_torch_tensors_go_in_and_out(daemon):
         target = torch.zeros_like(pages)
         assert session.load(keys, into={"kv": target})
         assert torch.equal(target, pages)
+
+
+def test_a_session_closed_under_living_views_says_goodbye_once_they_are_gone(daemon):
+    keys, kv = keys_of(2, "linger"), rows_of(2)
+    session = open_session(daemon, stack("linger"))
+    assert session.store(keys, {"kv": kv}).wait(20).ok
+    pages = session.load(keys).pages("kv")
+    mine = session.session_id
+    session.close()
+    assert [bytes(p) for p in pages] == [bytes(r) for r in kv]
+    assert mine in [s["session"] for s in daemon.status()["sessions"]]
+    pages.clear()
+    eventually(lambda: mine not in [s["session"] for s in daemon.status()["sessions"]])
+
+
+def test_an_arena_is_leased_whole_and_returned(daemon):
+    with open_session(daemon, stack("whole")) as session:
+        arena = session.lease_arena("engine pool", 1 << 20)
+        whole = arena.whole()
+        assert len(whole) >= 1 << 20
+        whole[:5] = b"hello"
+        with pytest.raises(StackError, match="view"):
+            session.return_arena(arena)
+        del whole
+        session.return_arena(arena)
+        assert arena.arena_id not in [a.arena_id for a in session.arenas]
+        with pytest.raises(QuotaExceeded):
+            session.lease_arena("too much", 1 << 40)
+
+
+def test_a_callback_that_raises_harms_no_call(daemon):
+    def careless(_):
+        raise RuntimeError("mine")
+
+    with open_session(daemon, stack("careless"), on_push=careless) as session:
+        ticket = session.store(keys_of(2, "careless"), {"kv": rows_of(2)})
+        ticket.add_done_callback(careless)
+        assert ticket.wait(20).ok
+        assert session.ping(b"x") == b"x"
+
+
+def test_a_session_that_is_dropped_ends(daemon):
+    session = open_session(daemon, stack("dropped"))
+    mine = session.session_id
+    assert mine in [s["session"] for s in daemon.status()["sessions"] if s["state"] == "active"]
+    del session
+    eventually(lambda: mine not in [s["session"] for s in daemon.status()["sessions"] if s["state"] == "active"])

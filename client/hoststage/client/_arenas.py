@@ -12,7 +12,7 @@ from enum import Enum
 import numpy as np
 
 from hoststage.client._wire import Deadline
-from hoststage.client.errors import DaemonUnavailable, DeadlineExceeded
+from hoststage.client.errors import DaemonUnavailable, DeadlineExceeded, SessionLost
 from hoststage.client.stack import from_wire
 from hoststage.shm import peer
 from hoststage.shm.copy import Offsets
@@ -64,12 +64,18 @@ class Arena:
 
     def view(self, slot: int) -> memoryview:
         """Return the page in a slot: writable in a write arena, else read-only."""
-        return self.mapping.view(slot * self.stride, self.page_bytes)
+        return self.whole()[slot * self.stride : slot * self.stride + self.page_bytes]
+
+    def whole(self) -> memoryview:
+        """Return the whole arena, and with it a guard that keeps it mapped. Raises `SessionLost` once it was given back."""
+        try:
+            return self.mapping.view()
+        except ValueError as error:
+            raise SessionLost("the connection was lost, and its memory given back") from error
 
     def views(self, slots: Sequence[int] | U32) -> list[memoryview]:
         """Return the pages in slots, one export for all of them."""
-        whole = self.mapping.view()
-        stride, size = self.stride, self.page_bytes
+        whole, stride, size = self.whole(), self.stride, self.page_bytes
         return [whole[slot * stride : slot * stride + size] for slot in map(int, slots)]
 
     def addresses(self, slots: U32) -> Offsets:
@@ -97,9 +103,8 @@ class Arenas:
 
     def unmap(self) -> list[Mapping]:
         """Give all mappings back; returns those that views of the caller still hold."""
-        kept = [arena.mapping for arena in self if not arena.mapping.unmap()]
-        self.write, self.read, self.whole = {}, {}, {}
-        return kept
+        # The tables stay: a thread that is about to copy finds a closed arena, and says that the session was lost.
+        return [arena.mapping for arena in self if not arena.mapping.unmap()]
 
 
 def fetch(

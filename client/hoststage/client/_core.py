@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -16,7 +17,10 @@ from hoststage.client.errors import DaemonUnavailable, DeadlineExceeded, ForkedS
 from hoststage.shm.mapping import Mapping
 from hoststage.v1 import hoststage_pb2 as pb
 
+_log = logging.getLogger(__name__)
+
 _TICK = 0.02
+_LINGER = 0.1
 _BACKOFF_FIRST = 0.05
 _BACKOFF_MOST = 2.0
 _CREDIT_TICKS = 10
@@ -144,21 +148,30 @@ class Core:
         with suppress(OSError):
             os.eventfd_write(self.eventfd, 1)
         if self._on_push is not None:
-            self._on_push(message)
+            try:
+                self._on_push(message)
+            except Exception:
+                # It runs in the thread that reads for all: one caller's mistake must not end another's call.
+                _log.exception("on_push failed")
 
-    def tick(self, count: int) -> None:
-        """Housekeeping: read what came, release what was dropped, reconnect."""
+    def tick(self, count: int) -> float:
+        """Housekeeping: read what came, release what was dropped, reconnect. Returns seconds until the next time."""
         link = self._link
+        if self._closed:
+            return self._linger(link)
         if link.lost is not None:
             with suppress(HostStageError):
                 self._replaced(link, Deadline(self.options.timeout))
-            return
-        if link.lane is not None:
-            link.lane.drain(_TICK if self.eager else 0.0)
+            return _TICK
+        pause = _TICK
+        if link.lane is not None and link.lane.drain(_TICK if self.eager else 0.0) and self.eager:
+            # It was here that the time passed.
+            pause = 0.0
         link.flush_released()
         if link.credits_wanted and count % _CREDIT_TICKS == 0 and not self.draining:
             with suppress(HostStageError):
                 link.top_up_credits(Deadline(1.0))
+        return pause
 
     # -------------------------------------------------------------- ending
 
@@ -169,17 +182,30 @@ class Core:
         if self._closed:
             return
         self._closed = True
-        self._stop.set()
         deadline = Deadline(timeout)
-        with self._reconnect:
-            link = self._link
-            link.flush_released()
-            self._kept += link.unmap()
-            with suppress(HostStageError):
-                if not self.retained_bytes:
-                    # With views alive the memory is still mapped: the daemon must not take the goodbye for an unmapping.
-                    link.goodbye(deadline)
-            link.close()
+        held = self._reconnect.acquire(timeout=deadline.left)
+        try:
+            self._link.flush_released()
+            self._kept += self._link.unmap()
+            if not self.retained_bytes:
+                self._part(deadline)
+        finally:
+            if held:
+                self._reconnect.release()
+
+    def _part(self, deadline: Deadline) -> None:
+        self._stop.set()
+        with suppress(HostStageError):
+            self._link.goodbye(deadline)
+        self._link.close()
+
+    def _linger(self, link: Link) -> float:
+        """Closed while views of the caller still live: a goodbye says that nothing is mapped any more, so it waits for them."""
+        if link.lane is not None:
+            link.lane.drain()
+        if link.lost is not None or not self.retained_bytes:
+            self._part(Deadline(1.0))
+        return _LINGER
 
     def disown(self) -> None:
         """In a forked child: drop the inherited descriptors."""
@@ -210,9 +236,13 @@ def _housekeeping(ref: weakref.ref[Core], stop: threading.Event) -> None:
                 link.close("the session was dropped")
             return
         link = core.link
-        eager = core.eager and core.link.lost is None
-        core.tick(count)
+        try:
+            pause = core.tick(count)
+        except Exception:
+            # Whatever it is, the next tick may do better; without a housekeeper pushes would go unread.
+            _log.exception("housekeeping failed")
+            pause = _BACKOFF_MOST
         del core
         count += 1
-        if not eager and stop.wait(_TICK):
-            return
+        if pause:
+            stop.wait(pause)

@@ -14,8 +14,10 @@ import socket
 import threading
 from contextlib import suppress
 
+from google.protobuf.message import DecodeError
+
 from hoststage.client._wire import Deadline, Request, Router, Waiter
-from hoststage.client.errors import DaemonUnavailable, DeadlineExceeded
+from hoststage.client.errors import DaemonUnavailable, DeadlineExceeded, SessionLost
 from hoststage.v1 import hoststage_pb2 as pb
 from hoststage.v1 import lane
 from hoststage.v1.lane import FrameError, FrameReader, Op
@@ -118,6 +120,9 @@ class Lane:
                         pass
                 finally:
                     self._hand_over()
+                if not waiter.done and self.router.lost is not None:
+                    # It began to wait while the loss was being told to all others.
+                    waiter.fail(SessionLost(str(self.router.lost)))
                 if not waiter.done and deadline.passed:
                     return False
             elif lock is not None:
@@ -133,11 +138,11 @@ class Lane:
                     return False
         return True
 
-    def drain(self, timeout: float = 0.0, limit: int = 64) -> None:
-        """Read what has arrived, unless another thread is reading."""
+    def drain(self, timeout: float = 0.0, limit: int = 64) -> bool:
+        """Read what has arrived, unless another thread is reading; returns whether this one did."""
         with self._mutex:
             if self._leading:
-                return
+                return False
             self._leading = True
         try:
             if self._read(timeout):
@@ -146,6 +151,7 @@ class Lane:
                         break
         finally:
             self._hand_over()
+        return True
 
     def _hand_over(self) -> None:
         with self._mutex:
@@ -175,7 +181,7 @@ class Lane:
         try:
             for op, request_id, body in self._reader.feed(data):
                 self._deliver(op, request_id, body)
-        except FrameError as error:
+        except (FrameError, DecodeError) as error:
             self.close(f"the daemon sent a malformed frame: {error}")
             return False
         return True

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from hoststage.client import cuda
-from hoststage.client._arenas import Arenas, fetch
+from hoststage.client._arenas import Arena, Arenas, fetch
 from hoststage.client._lane import Lane
 from hoststage.client._stream import Stream
 from hoststage.client._wire import Deadline, Message, Request, Router, Waiter, park
@@ -336,7 +336,7 @@ class Link:
 
     def settle_revocations(self) -> None:
         """Acknowledge revocations whose loads have all been released."""
-        for revocation in [r for r, loads in self.revocations.items() if not loads & self.leased]:
+        for revocation in [r for r, loads in list(self.revocations.items()) if not loads & self.leased]:
             if self.revocations.pop(revocation, None) is not None:
                 self.post(pb.ClientMessage(revoke_ack=pb.RevokeAck(revocation=revocation)))
 
@@ -364,6 +364,13 @@ class Link:
             self.lane.close(reason)
             self.lane.dispose()
         self.stream.close()
+
+    def fetch_whole(self, reply: pb.LeaseArenaReply, deadline: Deadline) -> Arena:
+        """Map an arena that was leased whole."""
+        got = fetch(self.welcome.fd_socket, reply.fd_token, [reply.arena], (), deadline)
+        arena = got.whole[reply.arena.arena_id]
+        self.arenas.add(arena)
+        return arena
 
     def goodbye(self, deadline: Deadline) -> None:
         """Say goodbye, after everything was unmapped."""

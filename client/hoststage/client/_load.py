@@ -13,14 +13,11 @@ from hoststage.client._core import Core
 from hoststage.client._inline import InlineLoading
 from hoststage.client._link import Link
 from hoststage.client._pages import KeyRun, Keys, PageRows, Rows, pack_keys
-from hoststage.client._wire import Deadline, Message, Waiter
-from hoststage.client.errors import DeadlineExceeded, HostStageError, StackError
+from hoststage.client._wire import SHARE_OF_DEADLINE, Deadline, Message, Waiter
+from hoststage.client.errors import DeadlineExceeded, HostStageError, SessionLost, StackError
 from hoststage.v1 import convert, ops
 from hoststage.v1 import hoststage_pb2 as pb
 from hoststage.v1.ops import U32, Outcome
-
-# The daemon answers READY or MISS by the deadline that it is told: a little before ours.
-_SHARE_OF_DEADLINE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +172,7 @@ class LoadOp:
                 fresh, seen = self.groups[seen:], len(self.groups)
                 over, waiter = self.outcome is not Outcome.PENDING, self._next
                 if self.error is not None:
-                    raise self.error
+                    raise SessionLost(str(self.error))
             yield from fresh
             if over:
                 return
@@ -308,7 +305,7 @@ class LoadRequest:
         """Return the request for a connection."""
         pin = self.pin.pin_for(link) if isinstance(self.pin, Match) else self.pin
         span = ops.Span(self.run.packed, self.run.key_bytes, self.ranges)
-        due = max(1, int(deadline.left_ms * _SHARE_OF_DEADLINE))
+        due = max(1, int(deadline.left_ms * SHARE_OF_DEADLINE))
         return ops.Load(span, self.prefix, pin, due, self.accept_shorter)
 
 
@@ -350,8 +347,8 @@ def load(core: Core, request: LoadRequest, into: Mapping[str, Rows] | None, dead
     if not link.transport.wait(op.final, deadline):
         op.give_up()
         raise DeadlineExceeded("load: the pages did not arrive within the deadline")
-    if op.error is not None:
-        raise op.error
+    if op.final.error is not None:
+        raise SessionLost(str(op.final.error))
     if op.outcome is not Outcome.READY:
         return Loaded(names, 0, op.outcome, op.detail)
     extents = op.extents()
@@ -366,7 +363,7 @@ def load(core: Core, request: LoadRequest, into: Mapping[str, Rows] | None, dead
                     at += len(extent.slots)
             if link.lost is not None:
                 # The daemon is gone, and with it the promise that nobody wrote these slots while we copied.
-                raise link.lost
+                raise SessionLost(str(link.lost))
         finally:
             loaded.release()
     return loaded

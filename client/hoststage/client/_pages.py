@@ -138,7 +138,7 @@ class PageRows:
             return
         assert self._addresses is not None
         # The view keeps the range mapped, should the session be lost and its arenas given back meanwhile.
-        guard = arena.mapping.view()
+        guard = arena.whole()
         rows, places = self._addresses[first + wanted], arena.addresses(slots[wanted])
         if to_arena:
             copy_pages(0, places, 0, rows, self._page_bytes)

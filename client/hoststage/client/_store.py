@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +13,12 @@ from hoststage.client._core import Core
 from hoststage.client._inline import inline_store
 from hoststage.client._link import Link
 from hoststage.client._pages import KeyRun, Keys, PageRows, Piece, Rows, pack_keys, split
-from hoststage.client._wire import Deadline, Message, Waiter
-from hoststage.client.errors import DeadlineExceeded, HostStageError, StackError
+from hoststage.client._wire import SHARE_OF_DEADLINE, Deadline, Message, Waiter
+from hoststage.client.errors import DeadlineExceeded, HostStageError, SessionLost, StackError
 from hoststage.v1 import ops
 from hoststage.v1.ops import NO_SLOT, Outcome, PoolRange
 
+_log = logging.getLogger(__name__)
 _GOOD = (Outcome.STORED, Outcome.RESIDENT, Outcome.BELIEVED_STORED)
 _BYTES_PER_PAGE_ON_WIRE = 8
 _INLINE_COMMIT_BYTES = 64 << 20
@@ -117,7 +119,11 @@ class StoreTicket:
             callbacks, self._callbacks = self._callbacks, []
             self._waiter.finish(ops.Release())
         for callback in callbacks:
-            callback(self)
+            try:
+                callback(self)
+            except Exception:
+                # It runs in the thread that reads for all: one caller's mistake must not end another's call.
+                _log.exception("a callback of a store ticket failed")
 
     # The caller's side.
 
@@ -152,9 +158,9 @@ class StoreTicket:
             raise DeadlineExceeded(
                 f"the pages were not stored within {seconds:g} seconds; the ticket may be waited for again"
             )
-        error = self._error()
+        error = self._error() or self._waiter.error
         if error is not None:
-            raise error
+            raise SessionLost(str(error)) if isinstance(error, SessionLost) else error
         return self._result()
 
     def _error(self) -> HostStageError | None:
@@ -243,7 +249,12 @@ def _store_piece(
     try:
         slots = link.credits.take([(p.pool, p.count) for p in piece.parts]) if link.credits_wanted else None
         if slots is None:
-            reply = link.call(ops.Reserve(span, deadline.left_ms), ops.ReserveReply, deadline, link.abort_orphan)
+            reply = link.call(
+                ops.Reserve(span, max(1, int(deadline.left_ms * SHARE_OF_DEADLINE))),
+                ops.ReserveReply,
+                deadline,
+                link.abort_orphan,
+            )
             if reply.outcome is not Outcome.ACCEPTED:
                 part.end(StoreResult(reply.outcome, 0, reply.detail))
                 return reply.outcome in _GOOD
@@ -345,8 +356,7 @@ class WriteBatch:
 
 
 def _slot_views(arena: Arena, entry: ops.PoolSlots) -> list[memoryview | None]:
-    whole = arena.mapping.view()
-    stride, size = arena.stride, arena.page_bytes
+    whole, stride, size = arena.whole(), arena.stride, arena.page_bytes
     return [None if s == NO_SLOT else whole[s * stride : s * stride + size] for s in entry.slots.tolist()]
 
 

@@ -23,6 +23,10 @@ Request: TypeAlias = ops.HotRequest | pb.ClientMessage
 PushHandler: TypeAlias = Callable[[Message], None]
 
 
+# The daemon is told a little less than what is left, so that its own answer comes before we give up.
+SHARE_OF_DEADLINE = 0.9
+
+
 class Deadline:
     """A point in monotonic time."""
 
@@ -146,7 +150,7 @@ class Router:
         """Take a waiter in and return its request id. Raises the error by which the connection was lost."""
         with self._mutex:
             if self.lost is not None:
-                raise self.lost
+                raise SessionLost(str(self.lost))
             request_id = next(self._ids)
             self._open[request_id] = waiter
         waiter.request_id = request_id

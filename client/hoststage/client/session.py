@@ -25,6 +25,7 @@ from hoststage.client.verdict import Finding, Grant, Verdict, findings_from
 from hoststage.v1 import hoststage_pb2 as pb
 from hoststage.v1 import hoststage_pb2_grpc
 
+_PROGRAM = "hoststage.client"
 DEFAULT_ADDRESS = "unix:///run/hoststage/hoststage.sock"
 
 
@@ -56,7 +57,7 @@ def connect(
     """Open a session with the daemon.
 
     address: `unix:///path` or `host:port`; by default `$HOSTSTAGE_ADDRESS`, else the default socket. worker, client: names for operators. token:
-    bearer token, where the daemon demands one. timeout: seconds, of the handshake and of every call that names none. credits: write
+    bearer token, where the daemon demands one; by default `$HOSTSTAGE_TOKEN`. timeout: seconds, of the handshake and of every call that names none. credits: write
     slots per pool to be granted ahead, which spares a store its reservation. register: "auto" registers the mapped memory with CUDA where torch
     is loaded and sees a device, "require" raises `RegistrationFailed` where it cannot, "never" leaves it. on_push: called with every message that the daemon
     pushes, in the thread that reads; it must not block.
@@ -69,7 +70,16 @@ def connect(
         raise StackError("register", register, 'pass "auto", "never" or "require"')
     if timeout <= 0:
         raise StackError("timeout", timeout, "pass seconds greater than 0")
-    options = Options(resolve_address(address), stack, worker, client, token, timeout, max(0, credits), register)
+    options = Options(
+        resolve_address(address),
+        stack,
+        worker,
+        client or _PROGRAM,
+        token or os.environ.get("HOSTSTAGE_TOKEN", ""),
+        timeout,
+        max(0, credits),
+        register,
+    )
     return Session(Core(options, on_push))
 
 
@@ -79,7 +89,13 @@ def negotiate(address: str | None, stack: StackSpec, *, token: str = "", timeout
     :raises DaemonUnavailable: where no daemon answers.
     :raises DeadlineExceeded: where it does not in time.
     """
-    options = Options(resolve_address(address), stack, token=token, timeout=timeout)
+    options = Options(
+        resolve_address(address),
+        stack,
+        client=_PROGRAM,
+        token=token or os.environ.get("HOSTSTAGE_TOKEN", ""),
+        timeout=timeout,
+    )
     with open_channel(options.address) as channel:
         stub = hoststage_pb2_grpc.HostStageStub(channel)
         try:
@@ -131,7 +147,7 @@ class Session:
     @property
     def arenas(self) -> tuple[Arena, ...]:
         """The memory that is mapped now, with a report of how firmly the daemon holds it; empty over the inline path."""
-        return tuple(self._core.link.arenas)
+        return tuple(arena for arena in self._core.link.arenas if arena.mapping.mapped)
 
     @property
     def registration(self) -> cuda.Registration:
@@ -186,7 +202,7 @@ class Session:
         A run larger than the write arena goes in several commits, each waiting for room; the ticket covers all of them. The caller's memory may be
         used again on return. What the daemon does not take (POOL_FULL, DRAINING, …) is the ticket's outcome, not an error.
 
-        :raises StackError: for keys or pages out of form. :raises DeadlineExceeded: where room or an answer does not come in time.
+        :raises StackError: for keys or pages out of form. :raises DeadlineExceeded: where an answer does not come in time.
         :raises SessionLost, DaemonUnavailable: where the daemon is away. :raises RequestRejected: what the daemon takes exception to.
         """
         return _store.store(self._core, keys, pages, first, parent, self._core.deadline(timeout))
@@ -293,6 +309,34 @@ class Session:
         """Free a hold. Raises `RequestRejected` where there is none of that name."""
         message = pb.Discard(id=_holds.hold_id(owner_token, request, attempt))
         self._core.call(pb.ClientMessage(discard=message), pb.Done, self._core.deadline(timeout))
+
+    # -------------------------------------------------------------- memory beyond the grant
+
+    def lease_arena(self, name: str, size: int, *, timeout: float | None = None) -> Arena:
+        """Lease `size` bytes of contiguous memory whose slots the caller manages itself; `Arena.whole()` is the view of it.
+
+        name: for operators. The lease ends with `return_arena`, or with the connection. shm alone.
+
+        :raises QuotaExceeded, RequestRejected: where the daemon's budget does not allow it.
+        """
+        deadline = self._core.deadline(timeout)
+        link = self._core.ready(deadline)
+        if link.lane is None:
+            raise StackError("path", "inline", "arenas are leased over shm alone")
+        message = pb.LeaseArena(name=name, bytes=size)
+        reply = link.call(pb.ClientMessage(lease_arena=message), pb.LeaseArenaReply, deadline)
+        return link.fetch_whole(reply, deadline)
+
+    def return_arena(self, arena: Arena, *, timeout: float | None = None) -> None:
+        """Unmap a leased arena and give it back. Raises `StackError` while views of it live."""
+        if not arena.mapping.unmap():
+            raise StackError(
+                "arena", arena.arena_id, "drop every view of the arena first; it goes back once they are gone"
+            )
+        link = self._core.link
+        if link.arenas.whole.pop(arena.arena_id, None) is not None:
+            message = pb.ReturnArena(arena_id=arena.arena_id)
+            link.call(pb.ClientMessage(return_arena=message), pb.Done, self._core.deadline(timeout))
 
     # -------------------------------------------------------------- life
 
