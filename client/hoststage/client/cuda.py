@@ -16,13 +16,7 @@ from typing import Any, cast
 from hoststage.client._arenas import Arena, ArenaKind
 from hoststage.client.errors import HostStageError
 from hoststage.shm.copy import address_of
-
-MAX_PIECE_BYTES = 64 << 30
-"""One huge registration fails on some drivers."""
-
-_REGISTER_PORTABLE = 0x01
-_REGISTER_READ_ONLY = 0x08
-_ATTR_READ_ONLY_SUPPORTED = 113  # cudaDevAttrHostRegisterReadOnlySupported
+from hoststage.shm.cuda import CudaUnavailable, Runtime
 
 
 class RegistrationFailed(HostStageError, RuntimeError):
@@ -44,64 +38,10 @@ class Pinned:
         return bool(self.ranges)
 
 
-def pieces(size: int, stride: int, most: int = MAX_PIECE_BYTES) -> list[tuple[int, int]]:
-    """Return `(offset, bytes)` of pieces of at most `most` bytes, cut at slot boundaries."""
-    step = max(stride, most // stride * stride)
-    return [(at, min(step, size - at)) for at in range(0, size, step)]
-
-
-class _Runtime:
-    """The few calls of the CUDA runtime that are needed, from the library that torch has loaded."""
-
-    def __init__(self) -> None:
-        self._lib = ctypes.CDLL(_runtime_library())
-        self._lib.cudaGetErrorString.restype = ctypes.c_char_p
-        self._lib.cudaHostRegister.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
-        self._lib.cudaHostUnregister.argtypes = [ctypes.c_void_p]
-
-    def read_only_supported(self) -> bool:
-        device, value = ctypes.c_int(), ctypes.c_int()
-        if self._lib.cudaGetDevice(ctypes.byref(device)):
-            self.clear()
-            return False
-        if self._lib.cudaDeviceGetAttribute(ctypes.byref(value), _ATTR_READ_ONLY_SUPPORTED, device):
-            self.clear()
-            return False
-        return bool(value.value)
-
-    def register(self, address: int, size: int, flags: int) -> str:
-        """Register a range; returns "" or why not. A failure leaves no pending error behind for the next kernel launch to find."""
-        code = self._lib.cudaHostRegister(address, size, flags)
-        if not code:
-            return ""
-        self.clear()
-        return f"cudaHostRegister of {size} bytes: {self._text(code)}"
-
-    def unregister(self, address: int) -> None:
-        if self._lib.cudaHostUnregister(address):
-            self.clear()
-
-    def clear(self) -> None:
-        self._lib.cudaGetLastError()
-
-    def _text(self, code: int) -> str:
-        return str((self._lib.cudaGetErrorString(code) or b"").decode("ascii", "replace"))
-
-
-def _runtime_library() -> str:
-    """Path of the CUDA runtime that this process has loaded: two runtimes would not know each other's errors."""
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-        for line in maps:
-            path = line.rstrip("\n").rpartition(" ")[2]
-            if "/libcudart" in path and ".so" in path:
-                return path
-    return "libcudart.so"
-
-
 class Registration:
     """What is registered of a session's arenas. `arenas` reports each; `reason` says why nothing is, where nothing is."""
 
-    def __init__(self, arenas: Sequence[Pinned] = (), reason: str = "", runtime: _Runtime | None = None) -> None:
+    def __init__(self, arenas: Sequence[Pinned] = (), reason: str = "", runtime: Runtime | None = None) -> None:
         self.arenas = tuple(arenas)
         self.reason = reason
         self._runtime = runtime
@@ -115,8 +55,7 @@ class Registration:
         """Unregister everything: before the mappings go. Safe to repeat."""
         if self._runtime is not None:
             for arena in self.arenas:
-                for address, _ in arena.ranges:
-                    self._runtime.unregister(address)
+                self._runtime.unregister(arena.ranges)
             self._runtime = None
         self.arenas = ()
 
@@ -155,13 +94,13 @@ def register_arenas(arenas: Sequence[Arena], wish: str = "auto") -> Registration
             raise RegistrationFailed(f"CUDA registration is required and {reason}")
         return Registration(reason=reason)
     try:
-        runtime = _Runtime()
-    except (OSError, AttributeError) as error:
+        runtime = Runtime()
+    except CudaUnavailable as error:
         if wish == "require":
             raise RegistrationFailed(
                 f"CUDA registration is required and the runtime cannot be called: {error}"
             ) from error
-        return Registration(reason=f"not available: {error}")
+        return Registration(reason=str(error))
     done = Registration([_register(runtime, arena) for arena in arenas], runtime=runtime)
     failed = [f"{a.kind.value} arena of pool {a.pool}: {a.reason}" for a in done.arenas if not a.pinned]
     if failed and wish == "require":
@@ -179,22 +118,10 @@ def _capturing() -> str:
     return ""
 
 
-def _register(runtime: _Runtime, arena: Arena) -> Pinned:
-    flags = _REGISTER_PORTABLE
-    if not arena.mapping.writable:
-        if not runtime.read_only_supported():
-            reason = "the device does not support read-only registration; copies from this arena are unpinned"
-            return Pinned(arena.arena_id, arena.pool, arena.kind, (), reason)
-        flags |= _REGISTER_READ_ONLY
-    ranges: list[tuple[int, int]] = []
-    for offset, size in pieces(arena.mapping.size, arena.stride):
-        reason = runtime.register(arena.mapping.address + offset, size, flags)
-        if reason:
-            for address, _ in ranges:
-                runtime.unregister(address)
-            return Pinned(arena.arena_id, arena.pool, arena.kind, (), reason)
-        ranges.append((arena.mapping.address + offset, size))
-    return Pinned(arena.arena_id, arena.pool, arena.kind, tuple(ranges))
+def _register(runtime: Runtime, arena: Arena) -> Pinned:
+    mapping = arena.mapping
+    done = runtime.register(mapping.address, mapping.size, arena.stride, read_only=not mapping.writable)
+    return Pinned(arena.arena_id, arena.pool, arena.kind, done.ranges, done.reason)
 
 
 # -------------------------------------------------------------- copies

@@ -203,6 +203,8 @@ class Daemon:
             HugePages(settings.memory.huge_pages),
             settings.memory.lock,
             settings.memory.prefault_threads,
+            settings.memory.numa == "interleave",
+            settings.memory.register_cuda == "auto",
         )
         pool = ArenaPool(policy, settings.memory.keep_idle)
         executor = ThreadPoolExecutor(settings.staging.copy_threads + 2, "staging")

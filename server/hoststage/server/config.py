@@ -145,6 +145,12 @@ class Memory(Section):
     huge_pages: Literal["auto", "off", "required"] = Field("auto", description="2 MiB pages from vm.nr_hugepages")
     lock: bool = Field(True, description="mlock where RLIMIT_MEMLOCK allows")
     prefault_threads: int = Field(0, ge=0, description="threads that populate memory; 0: one a core")
+    numa: Literal["interleave", "off"] = Field(
+        "interleave", description="spread pages over the NUMA nodes, where there are several"
+    )
+    register_cuda: Literal["never", "auto"] = Field(
+        "never", description="register the daemon's own mapping with CUDA; workers register theirs in any case"
+    )
     keep_idle: Size = Field(1 << 30, description="arenas kept warm for restarting workers")
 
 

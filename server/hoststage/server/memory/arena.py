@@ -13,11 +13,12 @@ import os
 import resource
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
 from hoststage.shm import libc
+from hoststage.shm.cuda import CudaUnavailable, Registered, Runtime
 from hoststage.shm.mapping import HUGE_PAGE_BYTES, Chunk, Mapping, MappingError
 
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING, _MFD_HUGETLB = 1, 2, 4
@@ -49,12 +50,18 @@ class HugePages(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryPolicy:
-    """How arenas are made. chunk_bytes: a multiple of 2 MiB. threads: for populating; 0: one a core."""
+    """How arenas are made.
+
+    chunk_bytes: a multiple of 2 MiB. threads: for populating; 0: one a core. interleave: spread pages over the NUMA nodes,
+    where there is more than one. cuda: register the daemon's own mapping with CUDA, where there is a device.
+    """
 
     chunk_bytes: int = 1 << 30
     huge_pages: HugePages = HugePages.AUTO
     lock: bool = True
     threads: int = 0
+    interleave: bool = True
+    cuda: bool = False
 
     def __post_init__(self) -> None:
         if self.chunk_bytes < HUGE_PAGE_BYTES or self.chunk_bytes % HUGE_PAGE_BYTES:
@@ -83,6 +90,8 @@ class Arena:
         self._mapping = mapping
         self._huge = huge
         self._closed = False
+        self._numa_problem = ""
+        self._cuda: tuple[Runtime, Registered] | None = None
 
     @classmethod
     def create(cls, name: str, size: int, kind: ArenaKind, policy: MemoryPolicy) -> Arena:
@@ -122,6 +131,8 @@ class Arena:
             for chunk in chunks:
                 fcntl.fcntl(chunk.fd, libc.F_ADD_SEALS, int(seals))
             arena = cls(kind, total, chunks, mapping, huge)
+            if policy.interleave:
+                arena.interleave(numa_nodes())
             if huge:
                 # Making and mapping a huge-page memfd succeeds without any page behind it: only populating tells.
                 arena.prefault(policy.threads)
@@ -132,6 +143,30 @@ class Arena:
             for chunk in chunks:
                 os.close(chunk.fd)
             raise _unavailable(size, error) from error
+
+    def interleave(self, nodes: tuple[int, ...]) -> None:
+        """Spread pages that are not populated yet over NUMA nodes. A refusal (seccomp, no CAP_SYS_NICE) is noted, not raised."""
+        if len(nodes) < 2:
+            return
+        try:
+            libc.mbind(self.address, self.size, libc.NumaPolicy.INTERLEAVE, nodes)
+        except OSError as error:
+            self._numa_problem = f"not spread over NUMA nodes {nodes}: {error.strerror}"
+
+    def register_cuda(self, stride: int = libc.PAGE_BYTES) -> PinReport:
+        """Register the daemon's mapping with CUDA; the report says whether, and why not."""
+        try:
+            runtime = Runtime()
+            done = runtime.register(self.address, self.size, stride, read_only=False)
+        except CudaUnavailable as error:
+            self.report = replace(self.report, reason=_joined(self.report.reason, f"CUDA {error}"))
+            return self.report
+        if done.ranges:
+            self._cuda = (runtime, done)
+            self.report = replace(self.report, achieved="cuda", reason=self._numa_problem)
+        else:
+            self.report = replace(self.report, reason=_joined(self.report.reason, done.reason))
+        return self.report
 
     def prefault(self, threads: int = 0, *, lock: bool = False) -> PinReport:
         """Populate every page, in parallel, and lock them where asked and allowed. Raises `MemoryUnavailable`."""
@@ -170,7 +205,8 @@ class Arena:
                     "(systemd LimitMEMLOCK=infinity) or grant CAP_IPC_LOCK"
                 )
             else:
-                return PinReport("mlock", "", self._huge, self.size)
+                return PinReport("mlock", self._numa_problem, self._huge, self.size)
+        why = _joined(why, self._numa_problem)
         if swap_bytes() == 0:
             return PinReport("resident", why, self._huge, self.size)
         return PinReport("none", f"{why}; the host has swap", self._huge, self.size)
@@ -229,6 +265,9 @@ class Arena:
         if self._closed:
             return
         self._closed = True
+        if self._cuda is not None:
+            runtime, done = self._cuda
+            runtime.unregister(done.ranges)
         self._mapping.unmap()
         for chunk in self.chunks:
             os.close(chunk.fd)
@@ -240,6 +279,23 @@ def swap_bytes(root: str = "/") -> int:
         if line.startswith("SwapTotal:"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+def numa_nodes(root: str = "/") -> tuple[int, ...]:
+    """NUMA nodes that have memory, in order; one where the kernel does not say."""
+    try:
+        text = (Path(root) / "sys/devices/system/node/has_memory").read_text().strip()
+        nodes: list[int] = []
+        for part in filter(None, text.split(",")):
+            low, _, high = part.partition("-")
+            nodes.extend(range(int(low), int(high or low) + 1))
+    except (OSError, ValueError):
+        return (0,)
+    return tuple(nodes) or (0,)
+
+
+def _joined(*reasons: str) -> str:
+    return "; ".join(filter(None, reasons))
 
 
 def _free_huge_pages() -> int:

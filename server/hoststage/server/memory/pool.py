@@ -64,6 +64,8 @@ class ArenaPool:
         arena = Arena.create(kind.value, size, kind, self._policy)
         try:
             arena.prefault(self._policy.threads, lock=self._policy.lock)
+            if self._policy.cuda:
+                arena.register_cuda()
         except BaseException:
             arena.close()
             raise

@@ -1,0 +1,239 @@
+"""Arenas against real client processes: nobody can shrink, re-seal or write what is not theirs, and nobody is harmed by trying."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import uvloop
+
+from hoststage.server.memory.arena import Arena, ArenaKind, HugePages, MemoryPolicy, MemoryUnavailable
+from hoststage.server.memory.pool import ArenaPool
+from hoststage.shm import fdpass
+from hoststage.shm.mapping import Chunk, Mapping, MappingError
+from tests.integration.daemon import environment
+
+MIB = 1 << 20
+POLICY = MemoryPolicy(chunk_bytes=2 * MIB, huge_pages=HugePages.OFF, lock=False)
+
+CLIENT = textwrap.dedent("""
+    import errno, fcntl, os, socket, sys
+    from hoststage.shm import fdpass, libc
+    from hoststage.shm.mapping import Chunk, Mapping, MappingError
+
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    _, fds = fdpass.recv_fds(sock, 1024, 64)
+    size, kind = int(sys.argv[2]), sys.argv[3]
+
+    def refused(action):
+        try:
+            action()
+        except (OSError, MappingError):
+            return
+        sys.exit(f"{kind}: was not refused: {action}")
+
+    for fd in fds:
+        refused(lambda: os.ftruncate(fd, 0))
+        refused(lambda: os.ftruncate(fd, size * 2))
+        refused(lambda: fcntl.fcntl(fd, libc.F_ADD_SEALS, int(libc.Seal.WRITE)))
+        again = f"/proc/self/fd/{fd}"
+        refused(lambda: os.truncate(again, 0))
+        if kind == "read":
+            refused(lambda: os.pwrite(fd, b"x", 0))
+            refused(lambda: Mapping.map([Chunk(fd, size)], writable=True))
+            try:
+                rw = os.open(again, os.O_RDWR)
+            except OSError:
+                continue
+            refused(lambda: os.pwrite(rw, b"x", 0))
+            refused(lambda: Mapping.map([Chunk(rw, size)], writable=True))
+            refused(lambda: os.ftruncate(rw, 0))
+    print("held", flush=True)
+    if kind == "write":
+        m = Mapping.map([Chunk(fd, size) for fd in fds], writable=True, private_to_process=True, require_seals=True)
+        m.view(0, 5)[:] = b"hello"
+    for fd in fds:
+        os.close(fd)
+    print("mapped", flush=True)
+    sys.stdin.read()
+""")
+
+
+class Client:
+    """A client process that holds an arena's descriptors."""
+
+    def __init__(self, arena):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        command = [sys.executable, "-c", CLIENT, str(theirs.fileno()), str(arena.chunks[0].size), arena.kind.value]
+        self.process = subprocess.Popen(
+            command,
+            pass_fds=[theirs.fileno()],
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        theirs.close()
+        chunks = arena.descriptors()
+        with ours:
+            fdpass.send_fds(ours, b"", [c.fd for c in chunks])
+        fdpass.close_all([c.fd for c in chunks])
+
+    def wait_for(self, word):
+        line = self.process.stdout.readline().strip()
+        assert line == word, (line, self.process.stderr.read())
+
+    def end(self):
+        self.process.kill()
+        self.process.communicate(timeout=10)
+
+
+@pytest.fixture
+def arena(request):
+    made = Arena.create("test", 4 * MIB, request.param, POLICY)
+    made.prefault()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("arena", [ArenaKind.WRITE, ArenaKind.READ], indirect=True)
+def test_a_client_can_neither_truncate_nor_seal_nor_write_what_is_read_only(arena):
+    before = set(os.listdir("/dev/shm"))
+    client = Client(arena)
+    try:
+        client.wait_for("held")
+        client.wait_for("mapped")
+        # Every page is still there: touching them would be SIGBUS otherwise, and take this process down.
+        assert np.frombuffer(arena.view(0, arena.size), dtype=np.uint8).sum() == (
+            sum(b"hello") if arena.kind is ArenaKind.WRITE else 0
+        )
+        assert set(os.listdir("/dev/shm")) == before
+    finally:
+        client.end()
+
+
+@pytest.mark.parametrize("arena", [ArenaKind.WRITE], indirect=True)
+def test_the_kernel_says_whether_a_process_can_still_write_an_arena(arena):
+    assert not arena.has_foreign_writable_mapping()
+    client = Client(arena)
+    client.wait_for("held")
+    client.wait_for("mapped")
+    assert arena.has_foreign_writable_mapping(), "a mapping alone, its descriptors closed, must count"
+    client.end()
+    assert not arena.has_foreign_writable_mapping()
+
+
+def test_an_arena_is_reused_inside_its_tenant_alone_and_only_when_nobody_can_write_it():
+    pool = ArenaPool(POLICY)
+    first = pool.acquire("a", 4 * MIB, ArenaKind.WRITE)
+    client = Client(first)
+    client.wait_for("held")
+    client.wait_for("mapped")
+    pool.release(first)
+    assert pool.idle_bytes == 0, "still mapped by a process: closed, not kept"
+    client.end()
+
+    second = pool.acquire("a", 4 * MIB, ArenaKind.WRITE)
+    fdpass.close_all([c.fd for c in second.descriptors()])
+    pool.release(second)
+    assert pool.idle_bytes == 4 * MIB
+    other = pool.acquire("b", 4 * MIB, ArenaKind.WRITE)
+    assert other is not second
+    assert pool.acquire("a", 4 * MIB, ArenaKind.WRITE) is second
+    pool.release(other)
+    assert pool.reclaim(1) == 4 * MIB
+    pool.close()
+
+
+def test_a_read_arena_is_never_kept_for_reuse():
+    pool = ArenaPool(POLICY)
+    arena = pool.acquire("a", 2 * MIB, ArenaKind.READ)
+    pool.release(arena)
+    assert pool.idle_bytes == 0
+
+
+def test_chunks_are_mapped_side_by_side_at_both_ends():
+    arena = Arena.create("test", 5 * MIB, ArenaKind.WRITE, POLICY)
+    arena.prefault()
+    assert [c.size for c in arena.chunks] == [2 * MIB, 2 * MIB, MIB]
+    chunks = arena.descriptors()
+    mapping = Mapping.map(chunks, writable=True, require_seals=True)
+    fdpass.close_all([c.fd for c in chunks])
+    pattern = np.random.default_rng(0).integers(0, 256, arena.size, dtype=np.uint8)
+    mapping.array(0, arena.size)[:] = pattern
+    assert np.array_equal(np.frombuffer(arena.view(0, arena.size), dtype=np.uint8), pattern)
+    mapping.unmap()
+    arena.close()
+
+
+def test_an_unsealed_memfd_is_not_mapped_where_seals_are_demanded():
+    fd = os.memfd_create("loose")
+    os.ftruncate(fd, 4096)
+    with pytest.raises(MappingError, match="F_SEAL_SHRINK"):
+        Mapping.map([Chunk(fd, 4096)], writable=False, require_seals=True)
+    os.close(fd)
+
+
+def test_huge_pages_fall_back_where_there_are_none_and_are_refused_where_required():
+    free = int(Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages").read_text())
+    if free:
+        pytest.skip("this host has huge pages free")
+    made = Arena.create("test", 2 * MIB, ArenaKind.WRITE, MemoryPolicy(2 * MIB, HugePages.AUTO))
+    assert not made.prefault().huge_pages
+    made.close()
+    with pytest.raises(MemoryUnavailable, match=r"vm\.nr_hugepages"):
+        Arena.create("test", 2 * MIB, ArenaKind.WRITE, MemoryPolicy(2 * MIB, HugePages.REQUIRED))
+
+
+def test_the_report_says_what_was_pinned_and_why_not_more():
+    arena = Arena.create("test", 2 * MIB, ArenaKind.WRITE, POLICY)
+    assert arena.report.achieved == "none"
+    report = arena.prefault(lock=False)
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    swap = any(line.split()[1] != "0" for line in lines if line.startswith("SwapTotal"))
+    assert report.achieved == ("none" if swap else "resident")
+    assert "not asked for" in report.reason
+    without = arena.register_cuda()
+    if without.achieved != "cuda":
+        assert "not available" in without.reason or "cudaHostRegister" in without.reason
+    arena.close()
+
+
+def test_the_event_loop_stays_responsive_while_a_gigabyte_is_populated():
+    async def run():
+        lag = 0.0
+        done = asyncio.Event()
+
+        async def tick():
+            nonlocal lag
+            while not done.is_set():
+                started = time.perf_counter()
+                await asyncio.sleep(0.005)
+                lag = max(lag, time.perf_counter() - started - 0.005)
+
+        ticking = asyncio.create_task(tick())
+        with ThreadPoolExecutor(1) as executor:
+            loop = asyncio.get_running_loop()
+            arena = await loop.run_in_executor(
+                executor, Arena.create, "big", 1 << 30, ArenaKind.WRITE, MemoryPolicy(lock=False)
+            )
+            await loop.run_in_executor(executor, arena.prefault)
+            await loop.run_in_executor(executor, arena.zero)
+        done.set()
+        await ticking
+        arena.close()
+        return lag
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        lag = runner.run(run())
+    print(f"worst lag {lag * 1000:.1f} ms")
+    # Holding the GIL would stop the loop for the better part of a second.
+    assert lag < 0.4
