@@ -240,7 +240,9 @@ class Daemon:
         lane_listener = sockets.listen(wire.lane_path, mode)
         self._stack.callback(sockets.remove, wire.lane_path)
         server = await loop.create_unix_server(
-            lane_factory(self._connections, wire.max_message_bytes, wire.max_open_requests), sock=lane_listener
+            lane_factory(self._connections, wire.max_message_bytes, wire.max_open_requests),
+            sock=lane_listener,
+            backlog=sockets.BACKLOG,
         )
         self._stack.callback(server.close)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAX_PATH_BYTES = 107
+BACKLOG = 1024
 
 
 class SocketError(Exception):
@@ -108,7 +109,7 @@ def claim(path: str) -> None:
     file.unlink(missing_ok=True)
 
 
-def listen(path: str, mode: int, backlog: int = 128) -> socket.socket:
+def listen(path: str, mode: int, backlog: int = BACKLOG) -> socket.socket:
     """Return a listening stream socket at `path`. Raises `SocketError`."""
     claim(path)
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
