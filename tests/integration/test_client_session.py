@@ -20,6 +20,7 @@ from hoststage.client import (
     PoolSpec,
     QuotaExceeded,
     Refused,
+    RegistrationFailed,
     RequestRejected,
     Retraction,
     RetractionWish,
@@ -346,3 +347,12 @@ def test_a_session_that_is_dropped_ends(daemon):
     assert mine in [s["session"] for s in daemon.status()["sessions"] if s["state"] == "active"]
     del session
     eventually(lambda: mine not in [s["session"] for s in daemon.status()["sessions"] if s["state"] == "active"])
+
+
+def test_a_connect_that_fails_half_way_leaves_no_session_behind(daemon):
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a device")
+    with pytest.raises(RegistrationFailed, match="not available"):
+        open_session(daemon, stack("half-way"), register="require")
+    eventually(lambda: "half-way" not in [s["model"] for s in daemon.status()["sessions"]])

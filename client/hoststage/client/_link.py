@@ -6,6 +6,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -24,7 +25,7 @@ from hoststage.v1 import hoststage_pb2 as pb
 from hoststage.v1 import ops
 from hoststage.v1.convert import slots_from_proto, slots_to_proto
 
-FEATURES = ("lane", "groups", "revoke", "holds", "credits")
+FEATURES = ("lane", "inline", "pins", "holds", "whole_arenas", "credits")
 _UNANSWERED = ("release", "revoke_ack")
 _M = TypeVar("_M")
 
@@ -185,6 +186,11 @@ class Link:
                 link._attach(welcome, deadline)
             link._ask_credits(deadline)
         except BaseException:
+            link.unmap()
+            with suppress(HostStageError):
+                if link.welcome.session:
+                    # The daemon need not wait for this process to end.
+                    link.goodbye(Deadline(1.0))
             link.close()
             raise
         return link

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -12,12 +11,13 @@ import numpy as np
 from hoststage.client._core import Core
 from hoststage.client._inline import InlineLoading
 from hoststage.client._link import Link
+from hoststage.client._loadop import Extent, LoadOp
 from hoststage.client._pages import KeyRun, Keys, PageRows, Rows, pack_keys
 from hoststage.client._wire import SHARE_OF_DEADLINE, Deadline, Message, Waiter
-from hoststage.client.errors import DeadlineExceeded, HostStageError, SessionLost, StackError
+from hoststage.client.errors import DeadlineExceeded, SessionLost, StackError
 from hoststage.v1 import convert, ops
 from hoststage.v1 import hoststage_pb2 as pb
-from hoststage.v1.ops import U32, Outcome
+from hoststage.v1.ops import Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,133 +66,6 @@ class LoadGroup:
     pages: dict[str, list[memoryview]]
 
 
-@dataclass(slots=True)
-class _Extent:
-    """Slots of consecutive pages."""
-
-    first: int
-    slots: U32
-
-
-class LoadOp:
-    """A load under way: fed in the thread that reads, awaited in the caller's."""
-
-    def __init__(self, link: Link) -> None:
-        self.link = link
-        self.load_id = 0
-        self.prefix = 0
-        self.outcome = Outcome.PENDING
-        self.detail = ""
-        self.error: HostStageError | None = None
-        self.groups: list[dict[int, list[_Extent]]] = []
-        self.final = Waiter()
-        self._lock = threading.Lock()
-        self._next = Waiter()
-        self._given_up = False
-
-    def on_reply(self, message: Message) -> None:
-        """Take the reply, before the thread that reads goes on to pushes that follow it."""
-        if not isinstance(message, ops.LoadReply):
-            return
-        self.load_id = message.load_id
-        if message.outcome is Outcome.PENDING:
-            self.link.leased.add(message.load_id)
-            self.link.loads[message.load_id] = self
-            return
-        if message.outcome is Outcome.READY:
-            self.link.leased.add(message.load_id)
-        self._arrived(message.outcome, message.prefix, message.ranges, message.slots, message.detail, last=True)
-
-    def orphaned(self, message: Message) -> None:
-        """The reply came after the caller had given up."""
-        if isinstance(message, ops.LoadReply):
-            self._given_up = True
-            self.on_reply(message)
-            if message.outcome is Outcome.PENDING:
-                self._cancel()
-
-    def take(self, message: Message) -> bool:
-        assert isinstance(message, ops.LoadReady)
-        self._arrived(message.outcome, message.prefix, message.ranges, message.slots, message.detail, last=message.last)
-        return message.last
-
-    def lose(self, error: HostStageError) -> None:
-        with self._lock:
-            self.error = error
-            self._next.fail(error)
-        self.final.fail(error)
-
-    def _arrived(
-        self,
-        outcome: Outcome,
-        prefix: int,
-        ranges: Sequence[ops.PoolRange],
-        slots: Sequence[ops.PoolSlots],
-        detail: str,
-        *,
-        last: bool,
-    ) -> None:
-        group: dict[int, list[_Extent]] = {}
-        for r, entry in zip(ranges, slots, strict=False):
-            group.setdefault(r.pool, []).append(_Extent(r.first, entry.slots))
-        with self._lock:
-            if group:
-                self.groups.append(group)
-            if last:
-                self.outcome, self.prefix, self.detail = outcome, prefix, detail
-            waiter, self._next = self._next, Waiter()
-            given_up = self._given_up
-        if last:
-            if given_up and outcome is Outcome.READY:
-                self.link.release(self.load_id)
-            elif outcome is not Outcome.READY:
-                self.link.leased.discard(self.load_id)
-                self.link.settle_revocations()
-            self.final.finish(ops.Release())
-        waiter.finish(ops.Release())
-
-    def give_up(self) -> None:
-        """Nobody wants the result any more: what is or will be leased goes back."""
-        with self._lock:
-            self._given_up = True
-            over = self.outcome
-        if over is Outcome.READY:
-            self.link.release(self.load_id)
-        elif over is Outcome.PENDING and self.load_id:
-            self._cancel()
-
-    def _cancel(self) -> None:
-        self.link.post(pb.ClientMessage(cancel_load=pb.CancelLoad(load_id=self.load_id)))
-
-    def each(self, deadline: Deadline) -> Iterator[dict[int, list[_Extent]]]:
-        """Yield groups as they arrive."""
-        seen = 0
-        while True:
-            with self._lock:
-                fresh, seen = self.groups[seen:], len(self.groups)
-                over, waiter = self.outcome is not Outcome.PENDING, self._next
-                if self.error is not None:
-                    raise SessionLost(str(self.error))
-            yield from fresh
-            if over:
-                return
-            if not self.link.transport.wait(waiter, deadline):
-                raise DeadlineExceeded("load: the pages did not arrive within the deadline")
-
-    def extents(self) -> dict[int, list[_Extent]]:
-        """Return what lies within the prefix that is really there, by pool, in order."""
-        out: dict[int, list[_Extent]] = {}
-        for group in self.groups:
-            for pool, extents in group.items():
-                for extent in extents:
-                    keep = min(len(extent.slots), self.prefix - extent.first)
-                    if keep > 0:
-                        out.setdefault(pool, []).append(_Extent(extent.first, extent.slots[:keep]))
-        for pool_extents in out.values():
-            pool_extents.sort(key=lambda extent: extent.first)
-        return out
-
-
 class Loaded:
     """The pages of a loaded prefix; falsy for a miss.
 
@@ -213,7 +86,7 @@ class Loaded:
         self._released = False
 
     @classmethod
-    def of_slots(cls, names: Sequence[str], op: LoadOp, extents: Mapping[int, list[_Extent]], *, views: bool) -> Loaded:
+    def of_slots(cls, names: Sequence[str], op: LoadOp, extents: Mapping[int, list[Extent]], *, views: bool) -> Loaded:
         """Hand out leased slots."""
         loaded = cls(names, op.prefix, op.outcome, op.detail)
         loaded._op = op

@@ -1,0 +1,99 @@
+"""Registration with CUDA, with the device's answers played: what fails is undone, reported and leaves nothing pending."""
+
+import os
+
+import pytest
+
+from hoststage.client import ArenaKind, Pin, PinLevel, RegistrationFailed, cuda
+from hoststage.client._arenas import Arena
+from hoststage.shm.mapping import Chunk, Mapping
+
+SLOT = 4096
+
+
+class Device:
+    """Plays the runtime: refuses registration number `fails_at`."""
+
+    def __init__(self, fails_at=None, read_only=True):
+        self.fails_at, self.read_only = fails_at, read_only
+        self.live, self.flags, self.calls = {}, [], 0
+
+    def read_only_supported(self):
+        return self.read_only
+
+    def register(self, address, size, flags):
+        self.calls += 1
+        if self.calls - 1 == self.fails_at:
+            return "cudaHostRegister: out of memory"
+        self.live[address] = size
+        self.flags.append(flags)
+        return ""
+
+    def unregister(self, address):
+        del self.live[address]
+
+
+@pytest.fixture
+def arenas():
+    made = []
+    for kind in (ArenaKind.WRITE, ArenaKind.READ):
+        fd = os.memfd_create("test")
+        os.ftruncate(fd, 4 * SLOT)
+        mapping = Mapping.map([Chunk(fd, 4 * SLOT)], kind is ArenaKind.WRITE)
+        os.close(fd)
+        made.append(Arena(len(made), kind, 0, 4, SLOT, SLOT, Pin(PinLevel.NONE, "", False), mapping))
+    yield made
+    for arena in made:
+        arena.mapping.unmap()
+
+
+@pytest.fixture
+def play(monkeypatch):
+    def install(device):
+        monkeypatch.setattr(cuda, "_Runtime", lambda: device)
+        monkeypatch.setattr(cuda, "availability", lambda **_: "")
+        monkeypatch.setattr(cuda, "_capturing", lambda: "")
+        cut = cuda.pieces
+        monkeypatch.setattr(cuda, "pieces", lambda size, stride: cut(size, stride, 2 * SLOT))
+        return device
+
+    return install
+
+
+def test_every_piece_is_registered_read_arenas_read_only_and_all_is_undone_at_the_end(play, arenas):
+    device = play(Device())
+    done = cuda.register_arenas(arenas)
+    assert done.pinned
+    assert device.live == {a.mapping.address + at: 2 * SLOT for a in arenas for at in (0, 2 * SLOT)}
+    assert device.flags == [1, 1, 9, 9]
+    done.close()
+    done.close()
+    assert device.live == {}
+
+
+def test_a_piece_that_fails_undoes_its_arena_alone_and_is_reported(play, arenas):
+    device = play(Device(fails_at=1))
+    done = cuda.register_arenas(arenas)
+    assert [a.pinned for a in done.arenas] == [False, True]
+    assert "out of memory" in done.arenas[0].reason
+    assert set(device.live) == {arenas[1].mapping.address, arenas[1].mapping.address + 2 * SLOT}
+
+
+def test_a_device_without_read_only_registration_leaves_read_arenas_unpinned_and_says_so(play, arenas):
+    play(Device(read_only=False))
+    done = cuda.register_arenas(arenas)
+    assert [a.pinned for a in done.arenas] == [True, False]
+    assert "read-only" in done.arenas[1].reason
+
+
+def test_what_is_required_and_fails_is_an_error_that_leaves_nothing_registered(play, arenas):
+    device = play(Device(fails_at=3))
+    with pytest.raises(RegistrationFailed, match="out of memory"):
+        cuda.register_arenas(arenas, "require")
+    assert device.live == {}
+
+
+def test_required_without_a_device_is_an_error_that_says_why(monkeypatch):
+    monkeypatch.setattr(cuda, "availability", lambda **_: "not available: torch sees no CUDA device")
+    with pytest.raises(RegistrationFailed, match="not available"):
+        cuda.register_arenas([], "require")
