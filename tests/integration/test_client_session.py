@@ -356,3 +356,33 @@ def test_a_connect_that_fails_half_way_leaves_no_session_behind(daemon):
     with pytest.raises(RegistrationFailed, match="not available"):
         open_session(daemon, stack("half-way"), register="require")
     eventually(lambda: "half-way" not in [s["model"] for s in daemon.status()["sessions"]])
+
+
+def test_a_declared_parent_is_checked_and_chained_through_the_commits_of_a_long_run(daemon):
+    with open_session(daemon, stack("parents", swa=True, slots=64)) as session:
+        room = session.grant.pool("kv").write_slots
+        n = 3 * room
+        keys, kv, swa = keys_of(n, "parents"), rows_of(n), rows_of(4, SWA_PAGE)
+        orphan = session.store(keys[4:], {"kv": kv[4:]}, parent=keys[3]).wait(20)
+        assert (orphan.outcome, orphan.pages) == (Outcome.PARENT_UNCOVERED, 0)
+        assert session.store(keys[:4], {"kv": kv[:4]}).wait(20).ok
+        rest = session.store(keys[4:], {"kv": kv[4:], "swa": swa}, parent=keys[3]).wait(30)
+        assert (rest.outcome, rest.pages) == (Outcome.STORED, n), rest
+        assert session.lookup(keys).runs == ((n, n),)
+        # Nothing of the refused run is still reserved.
+        with session.reserve(keys_of(room, "parents-all"), {"kv": room}, wait=5) as batch:
+            assert batch, batch.detail
+
+
+def test_a_shorter_prefix_is_accepted_where_the_caller_says_so(daemon):
+    keys, kv = keys_of(8, "shorter"), rows_of(8)
+    with open_session(daemon, stack("shorter")) as session:
+        assert session.store(keys[:5], {"kv": kv[:5]}).wait(20).ok
+        assert not session.load(keys)
+        into = np.zeros((8, PAGE), np.uint8)
+        got = session.load(keys, into={"kv": into}, accept_shorter=True)
+        assert got.prefix == 5
+        assert np.array_equal(into[:5], kv[:5])
+        with session.load(keys, 5, ranges={"kv": (2, 3)}) as part:
+            assert part.first("kv") == 2
+            assert [bytes(p) for p in part.pages("kv")] == [bytes(r) for r in kv[2:5]]
