@@ -121,6 +121,8 @@ def fetch(
     arenas = Arenas()
     try:
         for grant in grants:
+            if not grant.chunk_bytes:
+                continue  # a pool that stays on the device has no slots here
             arenas.add(_mapped(grant, chunks.get(grant.arena_id, {}), page_bytes))
     except (MappingError, OSError) as error:
         arenas.unmap()

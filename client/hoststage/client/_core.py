@@ -168,7 +168,7 @@ class Core:
             # It was here that the time passed.
             pause = 0.0
         link.flush_released()
-        if link.credits_wanted and count % _CREDIT_TICKS == 0 and not self.draining:
+        if link.credits.wanted and count % _CREDIT_TICKS == 0 and not self.draining:
             with suppress(HostStageError):
                 link.top_up_credits(Deadline(1.0))
         return pause

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from hoststage.client._link import Link
 from hoststage.client._pages import PageRows, Piece
-from hoststage.client._wire import Deadline, Message, Waiter
+from hoststage.client._wire import SHARE_OF_DEADLINE, Deadline, Message, Waiter
 from hoststage.client.errors import DaemonUnavailable, HostStageError
 from hoststage.v1 import convert, ops
 from hoststage.v1 import hoststage_pb2 as pb
@@ -57,7 +57,7 @@ def _messages(
     room = link.message_room - len(span.keys) - len(span.parent)
     wire_span = convert.to_proto(ops.Reserve(span), 0)
     assert isinstance(wire_span, pb.ClientMessage)
-    message = pb.InlineStore(span=wire_span.reserve.span, wait_ms=deadline.left_ms)
+    message = pb.InlineStore(span=wire_span.reserve.span, wait_ms=max(1, int(deadline.left_ms * SHARE_OF_DEADLINE)))
     filled = 0
     for page in _cut(piece, rows, min(link.message_room, max(4096, room))):
         if filled and filled + len(page.data) > room:

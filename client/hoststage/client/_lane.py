@@ -17,7 +17,7 @@ from contextlib import suppress
 from google.protobuf.message import DecodeError
 
 from hoststage.client._wire import Deadline, Request, Router, Waiter
-from hoststage.client.errors import DaemonUnavailable, DeadlineExceeded, SessionLost
+from hoststage.client.errors import DaemonUnavailable, DeadlineExceeded, HostStageError, SessionLost
 from hoststage.v1 import hoststage_pb2 as pb
 from hoststage.v1 import lane
 from hoststage.v1.lane import FrameError, FrameReader, Op
@@ -83,8 +83,18 @@ class Lane:
             self._send_lock.release()
 
     def _send_all(self, data: bytes, deadline: Deadline) -> None:
-        view, sent = memoryview(data), 0
-        while sent < len(data):
+        try:
+            self._send_view(memoryview(data), deadline)
+        except HostStageError:
+            raise
+        except BaseException:
+            # Interrupted: half a frame may be on its way, and nothing else may follow it.
+            self.close("a thread was interrupted while it sent a message")
+            raise
+
+    def _send_view(self, view: memoryview, deadline: Deadline) -> None:
+        sent = 0
+        while sent < len(view):
             try:
                 sent += self._sock.send(view[sent:], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             except BlockingIOError:
@@ -170,6 +180,15 @@ class Lane:
         """Read once, waiting at most so many seconds. Returns whether anything came; a lost lane ends all waiters."""
         if self.router.lost is not None or not self._poll_in.poll(timeout * 1000):
             return False
+        try:
+            return self._take()
+        except BaseException:
+            # Interrupted between taking bytes and delivering what they say: part of the stream may be lost, and an answer with it.
+            # In `poll`, where a thread spends its wait, an interruption costs nothing.
+            self.close("a thread was interrupted while it read an answer")
+            raise
+
+    def _take(self) -> bool:
         try:
             data = self._sock.recv(_READ_BYTES)
         except OSError as error:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
-import numpy as np
-
 from hoststage.client import cuda
 from hoststage.client._arenas import Arena, Arenas, fetch
+from hoststage.client._credits import Credits, real_pairs, slots_of
 from hoststage.client._lane import Lane
 from hoststage.client._stream import Stream
 from hoststage.client._wire import Deadline, Message, Request, Router, Waiter, park
@@ -89,56 +88,6 @@ class Transport(Protocol):
     def wait(self, waiter: Waiter, deadline: Deadline) -> bool: ...
 
 
-class Credits:
-    """Write slots granted ahead, by pool."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._ahead: dict[int, list[tuple[int, int]]] = {}
-
-    def add(self, entries: Sequence[ops.PoolSlots]) -> None:
-        """Take granted slots in."""
-        with self._lock:
-            for entry in entries:
-                have = self._ahead.setdefault(entry.pool, [])
-                pairs = zip(entry.slots.tolist(), entry.generations.tolist(), strict=True)
-                have.extend(pair for pair in pairs if pair[0] != ops.NO_SLOT)
-
-    def take(self, counts: Sequence[tuple[int, int]]) -> tuple[ops.PoolSlots, ...] | None:
-        """Return slots for every `(pool, count)`, or None where one pool has too few."""
-        with self._lock:
-            if any(len(self._ahead.get(pool, ())) < n for pool, n in counts):
-                return None
-            taken = []
-            for pool, n in counts:
-                have = self._ahead[pool] if n else []
-                pairs, have[len(have) - n :] = have[len(have) - n :], []
-                taken.append((pool, pairs))
-        return tuple(_slots(pool, pairs) for pool, pairs in taken)
-
-    def withdraw(self, entries: Sequence[ops.PoolSlots]) -> bool:
-        """Forget slots that the daemon wants back; returns whether all of them were unused ones."""
-        left = False
-        with self._lock:
-            for entry in entries:
-                wanted = set(zip(entry.slots.tolist(), entry.generations.tolist(), strict=True))
-                have = self._ahead.get(entry.pool, [])
-                left |= not wanted <= set(have)
-                self._ahead[entry.pool] = [pair for pair in have if pair not in wanted]
-        return not left
-
-    def lacking(self, wanted: Sequence[int]) -> list[tuple[int, int]]:
-        """Return `(pool, count)` of the pools that have less than half of what is wanted."""
-        with self._lock:
-            have = [len(self._ahead.get(pool, ())) for pool in range(len(wanted))]
-        return [(pool, want - h) for pool, (want, h) in enumerate(zip(wanted, have, strict=True)) if 2 * h < want]
-
-
-def _slots(pool: int, pairs: list[tuple[int, int]]) -> ops.PoolSlots:
-    table = np.array(pairs, dtype=np.uint32).reshape(-1, 2)
-    return ops.PoolSlots(pool, np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1]))
-
-
 class Pushed(Protocol):
     """A load or a commit under way, fed by what the daemon pushes, in the thread that reads."""
 
@@ -160,7 +109,6 @@ class Link:
         self.arenas = Arenas()
         self.registration: cuda.Registration | None = None
         self.credits = Credits()
-        self.credits_wanted: list[int] = []
         self.welcome = pb.Welcome()
         self.grant: Grant
         self.findings: tuple[Finding, ...] = ()
@@ -168,7 +116,8 @@ class Link:
         self.commits: dict[int, Pushed] = {}
         self.loads: dict[int, Pushed] = {}
         self.leased: set[int] = set()
-        self.revocations: dict[int, set[int]] = {}
+        self._revocations: dict[int, tuple[set[int], set[tuple[int, int, int]]]] = {}
+        self._revocation_lock = threading.Lock()
         self._on_push = on_push
 
     @classmethod
@@ -208,18 +157,28 @@ class Link:
         if most <= 0 or self.lane is None:
             return
         granted = {g.pool: g.write_slots // 2 for g in self.grant.pools}
-        self.credits_wanted = [min(most, granted.get(pool.name, 0)) for pool in self.options.stack.pools]
+        self.credits = Credits([min(most, granted.get(pool.name, 0)) for pool in self.options.stack.pools])
         self.top_up_credits(deadline)
 
     def top_up_credits(self, deadline: Deadline) -> None:
         """Ask for slots ahead where they have run low; none are granted where the arena has none to spare."""
-        lacking = self.credits.lacking(self.credits_wanted) if self.credits_wanted else []
+        lacking = self.credits.lacking()
         if not lacking:
             return
         span = ops.Span(b"", 1, tuple(ops.PoolRange(pool, 0, n) for pool, n in lacking))
         reply = self.call(ops.Reserve(span), ops.ReserveReply, deadline, orphan=self.abort_orphan)
         if reply.outcome is ops.Outcome.ACCEPTED:
-            self.credits.add(reply.slots)
+            self.keep_credits(reply.slots)
+
+    def keep_credits(self, slots: Sequence[ops.PoolSlots]) -> None:
+        """Keep slots for stores to come as far as wanted, give the rest back."""
+        self.abort(self.credits.add(slots))
+
+    def make_room(self, ranges: Sequence[ops.PoolRange]) -> None:
+        """Give slots back that are kept ahead, where a reservation of that size would wait for them for ever."""
+        slots = {self.options.stack.index_of(g.pool): g.write_slots for g in self.grant.pools}
+        tight = [r.pool for r in ranges if r.count > slots.get(r.pool, 0) - self.credits.held(r.pool)]
+        self.abort(self.credits.drain(tight))
 
     # -------------------------------------------------------------- facts
 
@@ -258,10 +217,15 @@ class Link:
 
     def finish(self, waiter: Waiter, deadline: Deadline, what: str) -> object:
         """Wait for the answer and return it. Raises what the daemon answered, or `DeadlineExceeded`."""
-        if not self.transport.wait(waiter, deadline):
-            if waiter.abandon():
-                raise DeadlineExceeded(f"{what}: no answer within the deadline")
-            park(waiter, Deadline(5.0))
+        try:
+            ended = self.transport.wait(waiter, deadline)
+        except BaseException:
+            # Interrupted: what the answer grants, now or later, has no owner any more.
+            if not waiter.abandon() and waiter.result is not None and waiter.orphan is not None:
+                waiter.orphan(waiter.result)
+            raise
+        if not ended and (waiter.abandon() or not park(waiter, Deadline(5.0))):
+            raise DeadlineExceeded(f"{what}: no answer within the deadline")
         if waiter.error is not None:
             raise waiter.error
         return waiter.result
@@ -300,10 +264,16 @@ class Link:
 
     def abort(self, slots: Sequence[ops.PoolSlots]) -> None:
         """Give reserved slots back unwritten."""
-        real = [_slots(e.pool, _real_pairs(e)) for e in slots]
+        real = [slots_of(e.pool, real_pairs(e)) for e in slots]
         real = [entry for entry in real if len(entry.slots)]
         if real:
             self.post(pb.ClientMessage(abort=pb.Abort(slots=slots_to_proto(real))))
+            self.written(real)
+
+    def written(self, slots: Sequence[ops.PoolSlots]) -> None:
+        """Nobody here writes these slots any more."""
+        if self._revocations:
+            self.settle_revocations({(e.pool, *pair) for e in slots for pair in real_pairs(e)})
 
     def abort_orphan(self, message: Message) -> None:
         """Give back what a reservation was granted after its caller had given up."""
@@ -335,16 +305,22 @@ class Link:
 
     def _revoked(self, message: pb.LeaseRevoked) -> None:
         open_loads = set(message.load_ids) & self.leased
-        # A slot that is being written is committed or aborted soon; the daemon refuses nothing of that, so it needs no answer.
-        self.credits.withdraw(slots_from_proto(message.write_slots))
-        self.revocations[message.revocation] = open_loads
+        # What is being written now is given up by its commit or abort: acknowledged before, the daemon could give it to another.
+        writing = self.credits.withdraw(slots_from_proto(message.write_slots))
+        with self._revocation_lock:
+            self._revocations[message.revocation] = (open_loads, writing)
         self.settle_revocations()
 
-    def settle_revocations(self) -> None:
-        """Acknowledge revocations whose loads have all been released."""
-        for revocation in [r for r, loads in list(self.revocations.items()) if not loads & self.leased]:
-            if self.revocations.pop(revocation, None) is not None:
-                self.post(pb.ClientMessage(revoke_ack=pb.RevokeAck(revocation=revocation)))
+    def settle_revocations(self, written: Set[tuple[int, int, int]] = frozenset()) -> None:
+        """Acknowledge revocations whose loads have all been released, and whose slots nobody here writes any more."""
+        with self._revocation_lock:
+            for _, writing in self._revocations.values():
+                writing.difference_update(written)
+            over = [r for r, (loads, writing) in self._revocations.items() if not writing and not loads & self.leased]
+            for revocation in over:
+                del self._revocations[revocation]
+        for revocation in over:
+            self.post(pb.ClientMessage(revoke_ack=pb.RevokeAck(revocation=revocation)))
 
     def _lost(self) -> None:
         assert self.router.lost is not None
@@ -382,11 +358,6 @@ class Link:
         """Say goodbye, after everything was unmapped."""
         if self.lost is None:
             self.call(pb.ClientMessage(goodbye=pb.Goodbye()), pb.Done, deadline)
-
-
-def _real_pairs(entry: ops.PoolSlots) -> list[tuple[int, int]]:
-    pairs = zip(entry.slots.tolist(), entry.generations.tolist(), strict=True)
-    return [pair for pair in pairs if pair[0] != ops.NO_SLOT]
 
 
 def _name(message: Request) -> str:

@@ -205,7 +205,11 @@ def start_load(link: Link, request: LoadRequest, deadline: Deadline) -> LoadOp:
     op = LoadOp(link)
     waiter = Waiter(op.on_reply, op.orphaned)
     link.start(request.message(link, deadline), waiter, deadline)
-    link.expect(link.finish(waiter, deadline, "load"), ops.LoadReply)
+    try:
+        link.expect(link.finish(waiter, deadline, "load"), ops.LoadReply)
+    except BaseException:
+        op.give_up()
+        raise
     return op
 
 
@@ -217,7 +221,12 @@ def load(core: Core, request: LoadRequest, into: Mapping[str, Rows] | None, dead
     if link.lane is None:
         return _load_inline(core, link, request, targets, deadline, names)
     op = start_load(link, request, deadline)
-    if not link.transport.wait(op.final, deadline):
+    try:
+        ended = link.transport.wait(op.final, deadline)
+    except BaseException:
+        op.give_up()
+        raise
+    if not ended:
         op.give_up()
         raise DeadlineExceeded("load: the pages did not arrive within the deadline")
     if op.final.error is not None:

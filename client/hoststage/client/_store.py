@@ -247,14 +247,11 @@ def _store_piece(
 ) -> bool:
     """Store one commit; returns whether the next one may follow."""
     try:
-        slots = link.credits.take([(p.pool, p.count) for p in piece.parts]) if link.credits_wanted else None
+        slots = link.credits.take([(p.pool, p.count) for p in piece.parts]) if link.credits.wanted else None
         if slots is None:
-            reply = link.call(
-                ops.Reserve(span, max(1, int(deadline.left_ms * SHARE_OF_DEADLINE))),
-                ops.ReserveReply,
-                deadline,
-                link.abort_orphan,
-            )
+            link.make_room(span.ranges)
+            wait_ms = max(1, int(deadline.left_ms * SHARE_OF_DEADLINE))
+            reply = link.call(ops.Reserve(span, wait_ms), ops.ReserveReply, deadline, link.abort_orphan)
             if reply.outcome is not Outcome.ACCEPTED:
                 part.end(StoreResult(reply.outcome, 0, reply.detail))
                 return reply.outcome in _GOOD
@@ -276,7 +273,15 @@ def commit(link: Link, part: _CommitPart, span: ops.Span, slots: tuple[ops.PoolS
 
     After a timeout the commit stands as the daemon had it: the part's outcome may still come.
     """
-    waiter = Waiter()
+
+    def late(message: Message) -> None:
+        """The answer came after the caller had given up."""
+        if isinstance(message, ops.CommitReply):
+            _settle(link, slots, message)
+            if message.outcome is not Outcome.ACCEPTED:
+                part.end(StoreResult(message.outcome, 0, message.detail))
+
+    waiter = Waiter(orphan=late)
     link.start(ops.Commit(span, slots), waiter, deadline, lambda request: link.commits.__setitem__(request, part))
     try:
         reply = link.expect(link.finish(waiter, deadline, "commit"), ops.CommitReply)
@@ -284,16 +289,24 @@ def commit(link: Link, part: _CommitPart, span: ops.Span, slots: tuple[ops.PoolS
         raise
     except HostStageError:
         link.commits.pop(waiter.request_id, None)
+        link.abort(slots)  # a commit that was rejected took nothing
         raise
-    if reply.credits:
-        link.credits.add(reply.credits)
+    _settle(link, slots, reply)
     if reply.outcome is Outcome.ACCEPTED:
         return True
     link.commits.pop(waiter.request_id, None)
-    if reply.outcome is not Outcome.BELIEVED_STORED:
-        link.abort(slots)
     part.end(StoreResult(reply.outcome, 0, reply.detail))
     return reply.outcome is Outcome.BELIEVED_STORED
+
+
+def _settle(link: Link, slots: tuple[ops.PoolSlots, ...], reply: ops.CommitReply) -> None:
+    """Keep what a commit granted, give back what it did not take."""
+    if reply.outcome in (Outcome.ACCEPTED, Outcome.BELIEVED_STORED):
+        link.written(slots)
+    else:
+        link.abort(slots)
+    if reply.credits:
+        link.keep_credits(reply.credits)
 
 
 class WriteBatch:

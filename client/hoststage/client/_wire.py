@@ -170,8 +170,9 @@ class Router:
         if waiter is None:
             return
         if isinstance(message, pb.ServerMessage) and message.WhichOneof("body") == "error":
-            self._open.pop(request_id, None)
+            # Ended before it is forgotten: an interruption between the two must not leave it waiting for ever.
             waiter.fail(error_of(message.error.status))
+            self._open.pop(request_id, None)
         elif waiter.deliver(message):
             self._open.pop(request_id, None)
 
