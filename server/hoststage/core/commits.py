@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -35,7 +35,11 @@ class CommitPage:
 
 @dataclass(slots=True, eq=False)
 class Commit:
-    """`pages` are in store order: sidecars first, the anchor last. Times in seconds of the caller's clock."""
+    """`pages` are in store order: sidecars first, the anchor last. Times in seconds of the caller's clock.
+
+    place: its place among all commits that were ever queued. parent_failed: the commit that it builds on was dropped while this one
+    was under I/O; it is dropped too as soon as that has ended, unless it got stored.
+    """
 
     commit_id: bytes
     session: int
@@ -49,6 +53,8 @@ class Commit:
     state: CommitState = CommitState.QUEUED
     attempts: int = 0
     detail: str = ""
+    place: int = 0
+    parent_failed: bool = False
 
     def write_slots(self) -> dict[int, Slots]:
         """Write slots still held, by pool."""
@@ -104,20 +110,25 @@ class DrainQueue:
     QUANTUM = 32
 
     def add(self, commit: Commit) -> None:
-        """Queue a commit behind those of its session."""
+        """Queue a commit in its session's order: behind all that were queued for the first time before it."""
         commit.state = CommitState.QUEUED
+        if commit.place == 0:
+            self._count += 1
+            commit.place = self._count
         queue = self._queues.get(commit.session)
         if queue is None:
             queue = self._queues[commit.session] = deque()
             self._turn.append(commit.session)
             self._deficit[commit.session] = 0
-        queue.append(commit)
+        at = len(queue)
+        while at and queue[at - 1].place > commit.place:
+            at -= 1
+        queue.insert(at, commit)
 
     def retry(self, commit: Commit, at: float) -> None:
         """Queue a commit again, not before `at`."""
         commit.state = CommitState.WAITING
-        self._count += 1
-        heapq.heappush(self._retries, (at, self._count, commit))
+        heapq.heappush(self._retries, (at, commit.place, commit))
 
     @property
     def next_retry(self) -> float | None:
@@ -136,21 +147,20 @@ class DrainQueue:
         for _, _, commit in self._retries:
             yield commit
 
-    def remove(self, commit: Commit) -> None:
-        """Take a waiting commit out."""
-        queue = self._queues.get(commit.session)
-        if queue is not None and commit in queue:
-            queue.remove(commit)
-        self._retries = [r for r in self._retries if r[2] is not commit]
+    def remove(self, commits: Collection[Commit]) -> None:
+        """Take waiting commits out."""
+        gone = set(commits)
+        for session in {commit.session for commit in gone}:
+            queue = self._queues.get(session)
+            if queue is not None:
+                self._queues[session] = deque(c for c in queue if c not in gone)
+        self._retries = [r for r in self._retries if r[2] not in gone]
         heapq.heapify(self._retries)
 
     def start(self, now: float) -> list[Commit]:
         """Return the commits whose store I/O starts now (deficit round robin over sessions)."""
         while self._retries and self._retries[0][0] <= now:
-            commit = heapq.heappop(self._retries)[2]
-            self.add(commit)
-            # A retry is older than what its session queued since.
-            self._queues[commit.session].rotate(1)
+            self.add(heapq.heappop(self._retries)[2])
         started: list[Commit] = []
         while self._turn and self.pages_in_flight < self.policy.max_pages:
             session = self._turn[0]

@@ -6,15 +6,17 @@ The load's own answer is the truth: pages that went meanwhile are intersected ov
 
 from __future__ import annotations
 
-from collections import deque
+import math
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hoststage.core.beliefs import Beliefs
 from hoststage.core.effects import Effect, Fetched, LoadResult, Outcome, PartSlots, StoreRead
-from hoststage.core.prefix import Rules
+from hoststage.core.prefix import Rules, restorable
 from hoststage.core.readpool import ReadPool
 from hoststage.core.slots import Slots, as_slots
 from hoststage.core.stack import HitPolicy
@@ -44,9 +46,28 @@ class LoadPart:
     slots: NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Where a part's pages are: `hits` are there, those at `fresh` have to be fetched, the others are on their way or missing."""
+
+    pool: int
+    first: int
+    slots: NDArray[np.int64]
+    hits: Slots
+    fresh: list[int]
+
+    @property
+    def wanted(self) -> int:
+        """Slots that the part needs placed."""
+        return len(self.fresh)
+
+
 @dataclass(slots=True, eq=False)
 class Load:
-    """`silent`: a pin, which holds pages and says nothing. `given`: the client named the ranges itself."""
+    """`silent`: a pin, which holds pages and says nothing. `given`: the client named the ranges itself.
+
+    charged: pages that count against the session's quota. pinned: slots by pool and key that a pin holds for it while it begins.
+    """
 
     load_id: int
     session: int
@@ -62,21 +83,32 @@ class Load:
     announced: int = 0
     done: bool = False
     ready: bool = False
+    charged: int = 0
+    pinned: dict[tuple[int, bytes], int] = field(default_factory=dict)
 
     @property
     def pages(self) -> int:
-        """Pages that it asks for: what counts against the session's quota."""
+        """Pages that it asks for, or has, once it is ready."""
+        if self.ready:
+            return sum(len(part.slots) for part in self.parts)
         return sum(count for _, _, count in self.needs)
 
 
 class LoadTable:
     """The loads of one namespace."""
 
-    def __init__(self, namespace: str, rules: Rules, pools: Sequence[ReadPool], *, has_store: bool) -> None:
+    def __init__(
+        self, namespace: str, rules: Rules, pools: Sequence[ReadPool], beliefs: Sequence[Beliefs], *, has_store: bool
+    ) -> None:
         self.namespace = namespace
         self.rules = rules
         self.pools = pools
+        self.beliefs = beliefs
         self.has_store = has_store
+        groups = (rule.group for rule in rules.pools if rule.policy is HitPolicy.BLOCK_GROUPS)
+        self._group = math.lcm(*groups)
+        self._step = math.lcm(GROUP_KEYS, self._group)
+        self._trails = any(rule.policy is HitPolicy.TRAILING_PAGES for rule in rules.pools)
         self.fetches: dict[tuple[int, bytes], Fetch] = {}
         self.loads: dict[int, Load] = {}
         self.parked: deque[Load] = deque()
@@ -85,7 +117,14 @@ class LoadTable:
     # -------------------------------------------------------------- beginning
 
     def begin(self, load: Load, out: list[Effect]) -> LoadResult | None:
-        """Start a load, or park it behind others. Return its result where it has one at once; None while it is pending."""
+        """Start a load, or park it behind others. Return its result where it has one at once; None while it is pending.
+
+        A load that consumes a pin gets the very pages that the pin holds, whatever has become of the index since.
+        """
+        if not self._to_edge(load):
+            load.done = True
+            detail = f"a prefix of {load.prefix} pages ends inside a block group"
+            return LoadResult(load.session, load.load_id, Outcome.MISS, True, detail=detail)
         if self._too_large(load):
             load.done = True
             limits = ", ".join(f"{r.name}: {p.load_limit}" for r, p in zip(self.rules.pools, self.pools, strict=True))
@@ -97,10 +136,8 @@ class LoadTable:
                 detail=f"a prefix of {load.prefix} pages can never be placed; slots for loads are {limits}",
             )
         self.loads[load.load_id] = load
-        if self.parked and not load.silent:
-            self.parked.append(load)
-            return None
-        if not self._start(load, out):
+        # Nobody overtakes a load that waits, but for one whose pages are all held already, by its pin for instance.
+        if (self.parked and not self._held_already(load)) or not self._start(load, out):
             if load.silent:
                 self._forget(load)
                 return LoadResult(load.session, load.load_id, Outcome.POOL_FULL, True)
@@ -108,67 +145,89 @@ class LoadTable:
             return None
         return self._finish(load, out) if load.outstanding == 0 else None
 
+    def _to_edge(self, load: Load) -> bool:
+        """Shorten a load to the edge of a block group; False where it would not be shortened, or nothing would be left."""
+        beyond = 0 if load.given or load.silent else load.prefix % self._group
+        if beyond == 0:
+            return True
+        if not load.accept_shorter or beyond == load.prefix:
+            return False
+        self._shorten(load, load.prefix - beyond)
+        return True
+
+    def _shorten(self, load: Load, prefix: int) -> None:
+        load.prefix = prefix
+        load.needs = [(i, *rule.needed(prefix)) for i, rule in enumerate(self.rules.pools)]
+
     def _too_large(self, load: Load) -> bool:
-        return any(count > self.pools[pool].load_limit for pool, _, count in load.needs)
+        wanted = Counter[int]()
+        for pool, _, count in load.needs:
+            wanted[pool] += count
+        return any(count > self.pools[pool].load_limit for pool, count in wanted.items())
+
+    def _held_already(self, load: Load) -> bool:
+        """Return whether every page of the load is leased or on its way, so that it takes no room."""
+        for pool, first, count in load.needs:
+            read = self.pools[pool]
+            for key in load.keys[first : first + count]:
+                slot = load.pinned.get((pool, key), read.index.get(key))
+                held = (pool, key) in self.fetches if slot is None else bool(read.leases[slot])
+                if not held:
+                    return False
+        return True
 
     def _start(self, load: Load, out: list[Effect]) -> bool:
         """Lease what is there and place what is not; False, with nothing changed, where there is no room."""
-        plans: list[tuple[int, int, NDArray[np.int64], Slots, list[int], list[Fetch]]] = []
-        for pool, first, count in load.needs:
-            index = self.pools[pool].index
-            keys = load.keys[first : first + count]
-            slots = np.fromiter((index.get(k, WAITING) for k in keys), dtype=np.int64, count=count)
-            hits = slots[slots >= 0].astype(np.uint32)
-            joins: list[Fetch] = []
-            fresh: list[int] = []
-            if len(hits) < count:
-                for at in np.flatnonzero(slots < 0).tolist():
-                    fetch = self.fetches.get((pool, keys[at]))
-                    if fetch is None:
-                        fresh.append(at)
-                    else:
-                        joins.append(fetch)
-            plans.append((pool, first, slots, hits, fresh, joins))
-        leased: list[tuple[int, Slots]] = []
-        placed: list[tuple[int, Slots]] = []
-        given: list[Slots] = []
-        for pool, _, _, hits, fresh, _ in plans:
-            read = self.pools[pool]
-            unleased = int(np.count_nonzero(read.leases[hits] == 0))
-            wanted = len(fresh) if self.has_store else 0
-            if read.load_held + unleased + wanted > read.load_limit:
-                return self._undo(leased, placed)
-            read.lease(hits)
-            leased.append((pool, hits))
-            taken = read.place_load(wanted)
+        plans = [self._plan(load, *need) for need in load.needs]
+        more = Counter[int]()
+        for plan in plans:
+            more[plan.pool] += int(np.count_nonzero(self.pools[plan.pool].leases[plan.hits] == 0)) + plan.wanted
+        if any(self.pools[pool].load_held + n > self.pools[pool].load_limit for pool, n in more.items()):
+            return False
+        # All leases come before the first eviction, which must not take a page that this load is about to use.
+        for plan in plans:
+            self.pools[plan.pool].lease(plan.hits)
+        placed: list[Slots] = []
+        for plan in plans:
+            taken = self.pools[plan.pool].place_load(plan.wanted)
             if taken is None:
-                return self._undo(leased, placed)
-            placed.append((pool, taken))
-            given.append(taken)
-        self._attach(load, plans, given, out)
+                for before, slots in zip(plans, placed, strict=False):
+                    self.pools[before.pool].unfilled(slots, load=True)
+                for leased in plans:
+                    self.pools[leased.pool].release(leased.hits)
+                return False
+            placed.append(taken)
+        self._attach(load, plans, placed, out)
         return True
 
-    def _undo(self, leased: list[tuple[int, Slots]], placed: list[tuple[int, Slots]]) -> bool:
-        for pool, slots in placed:
-            self.pools[pool].unfilled(slots, load=True)
-        for pool, slots in leased:
-            self.pools[pool].release(slots)
-        return False
+    def _plan(self, load: Load, pool: int, first: int, count: int) -> _Plan:
+        """Look up what a load needs in a pool."""
+        index = self.pools[pool].index
+        keys = load.keys[first : first + count]
+        slots = np.fromiter((index.get(k, WAITING) for k in keys), dtype=np.int64, count=count)
+        if load.pinned:
+            slots[:] = [load.pinned.get((pool, k), s) for k, s in zip(keys, slots.tolist(), strict=True)]
+        hits = slots[slots >= 0].astype(np.uint32)
+        fresh: list[int] = []
+        if len(hits) < count and self.has_store:
+            fresh = [at for at in np.flatnonzero(slots < 0).tolist() if (pool, keys[at]) not in self.fetches]
+        return _Plan(pool, first, slots, hits, fresh)
 
     def _attach(
         self,
         load: Load,
-        plans: list[tuple[int, int, NDArray[np.int64], Slots, list[int], list[Fetch]]],
-        given: list[Slots],
+        plans: Sequence[_Plan],
+        placed: Sequence[Slots],
         out: list[Effect],
     ) -> None:
         """Make the load wait for the fetches that it joins or starts."""
         load.parts = []
         load.outstanding = 0
         issued: list[Fetch] = []
-        for part_at, (pool, first, slots, _, fresh, _) in enumerate(plans):
+        for part_at, (plan, taken) in enumerate(zip(plans, placed, strict=True)):
+            pool, first, slots = plan.pool, plan.first, plan.slots
             load.parts.append(LoadPart(pool, first, slots))
-            new = dict(zip(fresh, given[part_at].tolist(), strict=False))
+            new = dict(zip(plan.fresh, taken.tolist(), strict=True))
             for at in np.flatnonzero(slots < 0).tolist():
                 key = load.keys[first + at]
                 fetch = self.fetches.get((pool, key))
@@ -221,11 +280,8 @@ class LoadTable:
             result = self._finish(load, out)
             if result is not None and not load.silent:
                 out.append(result)
-        elif not load.silent and not (load.accept_shorter and self._has_trailing()):
+        elif not load.silent and not (load.accept_shorter and self._trails):
             self._announce(load, out)
-
-    def _has_trailing(self) -> bool:
-        return any(r.policy is HitPolicy.TRAILING_PAGES for r in self.rules.pools)
 
     def _announce(self, load: Load, out: list[Effect]) -> None:
         """Push whole groups of keys whose pages, in every pool, have arrived and agree."""
@@ -234,7 +290,7 @@ class LoadTable:
             open_at = np.flatnonzero(part.slots < 0)
             if len(open_at):
                 front = min(front, part.first + int(open_at[0]))
-        front -= front % GROUP_KEYS
+        front -= front % self._step
         if front <= load.announced or self._disagreement(load) < front:
             return
         parts = self._part_slots(load, load.announced, front)
@@ -260,7 +316,8 @@ class LoadTable:
             if len(gone):
                 bad = min(bad, part.first + int(gone[0]))
             ids = self.pools[part.pool].commits
-            commits[part.pool] = {part.first + i: ids[s] for i, s in enumerate(part.slots.tolist()) if s >= 0}
+            at = commits.setdefault(part.pool, {})
+            at.update((part.first + i, ids[s]) for i, s in enumerate(part.slots.tolist()) if s >= 0)
         for pool, ids_at in commits.items():
             source = commits.get(self.rules.pools[pool].source) if self.rules.pools[pool].source >= 0 else None
             if source is not None:
@@ -270,54 +327,80 @@ class LoadTable:
 
     # -------------------------------------------------------------- ending
 
+    @staticmethod
+    def pages_of(pin: Load) -> dict[tuple[int, bytes], int]:
+        """Return the slots that a pin holds, by pool and key."""
+        return {
+            (part.pool, pin.keys[part.first + i]): slot
+            for part in pin.parts
+            for i, slot in enumerate(part.slots.tolist())
+            if slot >= 0
+        }
+
     def _finish(self, load: Load, out: list[Effect]) -> LoadResult | None:
         """All I/O of the load has ended: say what is really there. None where it went on with a shorter prefix."""
         if load.silent:
             load.ready = True
             return None
-        bad = self._disagreement(load) if len(load.parts) > 1 or self._any_missing(load) else load.prefix
-        if bad >= load.prefix:
-            load.ready = True
-            parts = self._part_slots(load, load.announced, load.prefix)
-            return LoadResult(load.session, load.load_id, Outcome.READY, True, load.prefix, parts)
-        self._heal(load, bad)
-        shorter = self._shorter(bad)
-        if not load.accept_shorter or load.given or shorter == 0:
-            self.drop(load)
-            return LoadResult(
-                load.session, load.load_id, Outcome.MISS, True, detail=f"page {bad} of the prefix is gone"
-            )
-        if not self._has_trailing():
-            self._trim(load, shorter)
-            load.ready = True
-            parts = self._part_slots(load, load.announced, shorter)
-            return LoadResult(load.session, load.load_id, Outcome.READY, True, shorter, parts)
-        self._release_parts(load)
-        load.prefix = shorter
-        load.needs = [(i, *rule.needed(shorter)) for i, rule in enumerate(self.rules.pools)]
-        if not self._start(load, out):
-            self.parked.appendleft(load)
-            return None
-        return self._finish(load, out) if load.outstanding == 0 else None
+        while True:
+            bad = self._disagreement(load) if len(load.parts) > 1 or self._any_missing(load) else load.prefix
+            if bad >= load.prefix:
+                return self._ready(load)
+            self._heal(load, bad)
+            shorter = self._shorter(load, bad)
+            if not load.accept_shorter or load.given or shorter == 0:
+                self.drop(load)
+                return LoadResult(
+                    load.session, load.load_id, Outcome.MISS, True, detail=f"page {bad} of the prefix is gone"
+                )
+            if not self._trails:
+                self._trim(load, shorter)
+                return self._ready(load)
+            self._release_parts(load)
+            self._shorten(load, shorter)
+            if not self._start(load, out):
+                self.parked.appendleft(load)
+                return None
+            if load.outstanding:
+                return None
+
+    def _ready(self, load: Load) -> LoadResult:
+        load.ready = True
+        parts = self._part_slots(load, load.announced, load.prefix)
+        return LoadResult(load.session, load.load_id, Outcome.READY, True, load.prefix, parts)
 
     @staticmethod
     def _any_missing(load: Load) -> bool:
         return any((part.slots < 0).any() for part in load.parts)
 
-    def _shorter(self, bad: int) -> int:
-        for rule in self.rules.pools:
-            if rule.policy is HitPolicy.BLOCK_GROUPS:
-                bad -= bad % rule.group
-        return bad
+    def _shorter(self, load: Load, bad: int) -> int:
+        """Return the longest prefix up to `bad` that may be there; 0 for none."""
+        if self._trails and not self.has_store:
+            runs = restorable(self.rules, self._resident(load.keys[:bad]))
+            return runs[-1][1] if runs else 0
+        return bad - bad % self._group
+
+    def _resident(self, keys: Sequence[bytes]) -> list[list[bytes | None]]:
+        """Return, per pool, the commit id of each key's resident page, None where it is not resident."""
+        out: list[list[bytes | None]] = []
+        for pool in self.pools:
+            index, commits = pool.index, pool.commits
+            out.append([commits[s] if (s := index.get(k)) is not None else None for k in keys])
+        return out
 
     def _heal(self, load: Load, bad: int) -> None:
-        """Pages at `bad` that do not belong together must not be found together again."""
-        key = load.keys[bad]
+        """Pages at `bad` that do not belong together must not be found together again, and may be stored anew."""
+        found: dict[int, set[bytes]] = {}
         for part in load.parts:
-            if part.first <= bad < part.first + len(part.slots):
-                for place in self.rules.group_of(part.pool):
-                    if len(self.rules.group_of(part.pool)) > 1:
-                        self.pools[place].drop([key])
+            at = bad - part.first
+            if 0 <= at < len(part.slots) and (slot := int(part.slots[at])) >= 0:
+                family = self.rules.group_of(part.pool)[0]
+                found.setdefault(family, set()).add(self.pools[part.pool].commits[slot])
+        for family, commits in found.items():
+            if len(commits) > 1:
+                for place in self.rules.group_of(family):
+                    self.pools[place].drop([load.keys[bad]])
+                    self.beliefs[place].drop([load.keys[bad]])
 
     def _trim(self, load: Load, prefix: int) -> None:
         load.prefix = prefix

@@ -59,7 +59,8 @@ class ReadPool:
         self.evictions = 0
         self.evicted: Callable[[Sequence[bytes]], None] = lambda keys: None
         self._tick = 0
-        self._victims: deque[tuple[int, int]] = deque()
+        # Candidates, oldest first, with their last use when they were queued: among all pages, and among published ones.
+        self._victims: list[deque[tuple[int, int]]] = [deque(), deque()]
 
     # -------------------------------------------------------------- limits
 
@@ -102,6 +103,9 @@ class ReadPool:
         if len(done) == 0:
             return
         self.load_held -= len(done)
+        # Used until now: what leaves a long lease is not the next to be evicted.
+        self._tick += 1
+        self.last_used[done] = self._tick
         self.table.move(done, SlotState.READY, SlotState.RESIDENT)
         self._settle(done)
 
@@ -137,8 +141,19 @@ class ReadPool:
         self.load_held += n
         return slots
 
-    def place_publish(self, n: int) -> Slots | None:
-        """Take `n` slots that publishing will fill, evicting if need be; None where there is no room for it."""
+    @property
+    def publish_busy(self) -> int:
+        """Published pages that cannot make room now: being copied, or being written to the store."""
+        filling = np.count_nonzero(self.published & (self.table.state == SlotState.FILLING))
+        return int(filling) + int(np.count_nonzero(self.draining & (self.table.state == SlotState.RESIDENT)))
+
+    def place_publish(self, n: int, *, loads_wait: bool = False) -> Slots | None:
+        """Take `n` slots that publishing will fill, evicting if need be; None where there is no room for it.
+
+        While loads wait they come first: publishing then keeps no more than one write span out of their reach.
+        """
+        if loads_wait and self.publish_busy + n > self.write_span:
+            return None
         over = self.published_held + n - self.publish_limit
         if n > self.publish_limit or (over > 0 and not self._evict(over, published_only=True)):
             return None
@@ -160,15 +175,16 @@ class ReadPool:
         for refill in (False, True):
             if refill:
                 self._refill(n, published_only)
-            while self._victims and len(chosen) < n:
-                slot, tick = self._victims.popleft()
-                if self._may_go(slot, tick, published_only) and slot not in seen:
+            victims = self._victims[published_only]
+            while victims and len(chosen) < n:
+                slot, tick = victims.popleft()
+                if slot not in seen and self._may_go(slot, tick, published_only):
                     chosen.append(slot)
                     seen.add(slot)
             if len(chosen) == n:
                 break
         if len(chosen) < n:
-            self._victims.clear()
+            self._victims[published_only].clear()
             return False
         keys = [k for k in (self.keys[s] for s in chosen) if k is not None]
         self._discard(chosen)
@@ -194,14 +210,15 @@ class ReadPool:
         if len(found) > want:
             found = found[np.argpartition(self.last_used[found], want - 1)[:want]]
         order = found[np.argsort(self.last_used[found], kind="stable")]
-        self._victims = deque(zip(order.tolist(), self.last_used[order].tolist(), strict=True))
+        self._victims[published_only] = deque(zip(order.tolist(), self.last_used[order].tolist(), strict=True))
 
     # -------------------------------------------------------------- filling
 
     def filled(self, slots: Slots, keys: Sequence[bytes], commit_ids: Sequence[bytes], *, load: bool) -> None:
-        """FILLING slots hold their pages now. They become RESIDENT and indexed, in place of older pages of those keys.
+        """FILLING slots hold their pages now and become RESIDENT and indexed.
 
-        For a load they must be leased next, by `lease`, or given to `settle`.
+        What is published takes the place of an older page of its key. What a load fetched does not: a page that is indexed by then was
+        published after the fetch began. For a load they must be leased next, by `lease`, or given to `settle`.
         """
         self.table.move(slots, SlotState.FILLING, SlotState.RESIDENT)
         if load:
@@ -212,6 +229,8 @@ class ReadPool:
             self.keys[slot] = key
             self.commits[slot] = commit_id
             old = self.index.get(key)
+            if load and old is not None:
+                continue
             self.index[key] = slot
             if old is not None:
                 self._orphaned(old)
@@ -274,6 +293,9 @@ class ReadPool:
             raise SlotError("leased slots and READY slots differ")
         if self.published_held != int(np.count_nonzero(self.published)):
             raise SlotError("the count of published slots is wrong")
+        filling = self.table.state == SlotState.FILLING
+        if self.load_held != int(np.count_nonzero(ready | (filling & ~self.published))):
+            raise SlotError("the count of slots that loads hold is wrong")
         for key, slot in self.index.items():
             if self.keys[slot] != key:
                 raise SlotError(f"the index names slot {slot} for a key that it does not hold")

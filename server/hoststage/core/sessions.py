@@ -97,7 +97,7 @@ class NamespaceCore:
         self.has_store = has_store
         self.beliefs = [Beliefs(beliefs) for _ in rules.pools]
         self.in_flight: dict[tuple[int, bytes], Commit] = {}
-        self.loads = LoadTable(name, rules, pools, has_store=has_store)
+        self.loads = LoadTable(name, rules, pools, self.beliefs, has_store=has_store)
         self.sessions: set[int] = set()
         for place, pool in enumerate(pools):
             pool.evicted = self._follower(place)
@@ -157,7 +157,7 @@ def granted(session: SessionCore, parts: Sequence[SpanPart], skip: Sequence[set[
     out = []
     for part, n, there in zip(parts, need, skip, strict=True):
         write = session.write[part.pool]
-        taken = write.reserve(n)
+        taken = write.reserve(n, ahead=not part.keys)
         if there:
             slots = _spread(taken, part.count, there)
             gens = _spread(write.table.generations(taken), part.count, there, fill=0)

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from hoststage.core.commits import Commit, CommitPage, CommitState, DrainPolicy, DrainQueue
 from hoststage.core.effects import (
     CommitEnded,
@@ -86,6 +88,7 @@ class Tier:
                 self._end_load(session, load)
         for write in session.write:
             self.counters["quarantined_slots", ""] += write.quarantine()
+        self._retry(session.namespace)
 
     def end(self, session: SessionCore) -> None:
         """Its process is gone, or it said goodbye: everything that it held is free. What it committed is still stored."""
@@ -97,7 +100,7 @@ class Tier:
             self._end_load(session, load)
         for write in session.write:
             write.owner_gone()
-        session.namespace.loads.retry_parked(self._effects)
+        self._retry(session.namespace)
         self._settle_session(session)
 
     def _settle_session(self, session: SessionCore) -> None:
@@ -143,6 +146,15 @@ class Tier:
                     Outcome.OVERSIZE,
                     detail=f"{n} pages of pool {name} can never stage: the write arena has {session.write[pool].usable}",
                 )
+        ahead = Counter({part.pool: part.count for part in parts if not part.keys})
+        for pool, n in ahead.items():
+            if session.write[pool].credits + n > self.limits.max_credits:
+                name = session.namespace.rules.pools[pool].name
+                return ReserveResult(
+                    Outcome.QUOTA,
+                    detail=f"{n} slots of pool {name} ahead of need, where {session.write[pool].credits} are granted "
+                    f"already; a session may have {self.limits.max_credits}: commit them, or give them back",
+                )
         if parent and not session.namespace.covered(parent):
             return ReserveResult(
                 Outcome.PARENT_UNCOVERED, detail=f"the parent {parent.hex()} is neither stored nor on its way"
@@ -151,10 +163,13 @@ class Tier:
 
     def _grant(self, session: SessionCore, parts: Sequence[SpanPart]) -> ReserveResult | None:
         skip = session.namespace.believed(parts) if any(p.keys for p in parts) else [set() for _ in parts]
-        self.counters["believed_pages", ""] += sum(map(len, skip))
         if parts and all(part.keys and len(there) == part.count for part, there in zip(parts, skip, strict=True)):
-            return ReserveResult(Outcome.BELIEVED_STORED)
-        return granted(session, parts, skip)
+            result: ReserveResult | None = ReserveResult(Outcome.BELIEVED_STORED)
+        else:
+            result = granted(session, parts, skip)
+        if result is not None:
+            self.counters["believed_pages", ""] += sum(map(len, skip))
+        return result
 
     def _full_words(self, session: SessionCore, parts: Iterable[SpanPart]) -> str:
         rules = session.namespace.rules.pools
@@ -165,12 +180,21 @@ class Tier:
 
     def abort(self, session: SessionCore, parts: Sequence[SpanPart]) -> None:
         """Give reserved slots back. Raises `SlotError` for a stale reference, after which nothing was changed."""
-        real = [self._real(part) for part in parts]
-        for part, (slots, gens) in zip(parts, real, strict=True):
-            session.write[part.pool].table.check(slots, gens, SlotState.RESERVED)
-        for part, (slots, _) in zip(parts, real, strict=True):
-            session.write[part.pool].table.release(slots, SlotState.RESERVED)
+        for pool, slots in self._checked(session, parts).items():
+            session.write[pool].table.release(slots, SlotState.RESERVED)
         self._serve_queued(session)
+
+    def _checked(self, session: SessionCore, parts: Sequence[SpanPart]) -> dict[int, Slots]:
+        """Return the slots of parts by pool. Raises `SlotError` unless each is reserved, of its generation, and named once."""
+        seen: dict[int, list[tuple[Slots, Slots]]] = {}
+        for part in parts:
+            seen.setdefault(part.pool, []).append(self._real(part))
+        out = {}
+        for pool, pairs in seen.items():
+            slots, gens = (np.concatenate(each) for each in zip(*pairs, strict=True))
+            session.write[pool].table.check(slots, gens, SlotState.RESERVED)
+            out[pool] = slots
+        return out
 
     @staticmethod
     def _real(part: SpanPart) -> tuple[Slots, Slots]:
@@ -184,13 +208,7 @@ class Tier:
         self, session: SessionCore, parts: Sequence[SpanPart], parent: bytes, request_id: int, now: float
     ) -> CommitResult:
         """Take written slots over. Raises `SlotError` for a stale reference; any refusal leaves the slots the session's."""
-        seen: dict[int, list[tuple[Slots, Slots]]] = {}
-        for part in parts:
-            seen.setdefault(part.pool, []).append(self._real(part))
-        for pool, pairs in seen.items():
-            slots = as_slots(s for pair in pairs for s in pair[0].tolist())
-            gens = as_slots(g for pair in pairs for g in pair[1].tolist())
-            session.write[pool].table.check(slots, gens, SlotState.RESERVED)
+        self._checked(session, parts)
         space = session.namespace
         if len(session.commits) >= self.limits.max_open_commits:
             return self._count_commit(
@@ -201,16 +219,20 @@ class Tier:
         if parent and not space.covered(parent):
             return self._count_commit(CommitResult(Outcome.PARENT_UNCOVERED))
         pages, unneeded = self._pages(session, parts)
-        if not space.has_store and not (space.keep and self._fits_publish(space, pages)):
+        publish = bool(pages) and session.mode is Mode.CACHE and self._place_publish(space, pages)
+        if pages and not publish and not space.has_store:
             return self._count_commit(
                 CommitResult(Outcome.POOL_FULL, detail="no store is configured and the read arena has no room")
             )
         for pool, idle in unneeded.items():
             session.write[pool].table.release(as_slots(idle), SlotState.RESERVED)
         if not pages:
-            return self._count_commit(CommitResult(Outcome.BELIEVED_STORED, credits=self._credit(session, parts)))
-        commit = self._accept(session, pages, parent, request_id, now)
-        return self._count_commit(CommitResult(Outcome.ACCEPTED, commit.commit_id, self._credit(session, parts)))
+            result = CommitResult(Outcome.BELIEVED_STORED, credits=self._credit(session, parts))
+        else:
+            commit = self._accept(session, pages, parent, request_id, publish, now)
+            result = CommitResult(Outcome.ACCEPTED, commit.commit_id, self._credit(session, parts))
+        self._serve_queued(session)
+        return self._count_commit(result)
 
     def _count_commit(self, result: CommitResult) -> CommitResult:
         self.counters["commit", result.outcome.name.lower()] += 1
@@ -234,7 +256,7 @@ class Tier:
         return pages, unneeded
 
     def _accept(
-        self, session: SessionCore, pages: list[CommitPage], parent: bytes, request_id: int, now: float
+        self, session: SessionCore, pages: list[CommitPage], parent: bytes, request_id: int, publish: bool, now: float
     ) -> Commit:
         space = session.namespace
         commit = Commit(
@@ -253,7 +275,7 @@ class Tier:
             session.write[pool].table.move(slots, SlotState.RESERVED, SlotState.COMMITTED)
         for page in pages:
             space.in_flight[page.pool, page.key] = commit
-        if session.mode is Mode.CACHE and self._place_publish(space, commit):
+        if publish:
             commit.state = CommitState.PUBLISHING
             self._effects.append(Publish(commit))
         else:
@@ -266,31 +288,35 @@ class Tier:
         """Slots in place of those that a commit took, for a session that stores from slots granted ahead."""
         if not session.credits or session.queued:
             return ()
-        ahead = [SpanPart(p.pool, 0, min(len(self._real(p)[0]), session.write[p.pool].room)) for p in parts]
+        taken = Counter[int]()
+        for part in parts:
+            taken[part.pool] += len(self._real(part)[0])
+        ahead = []
+        for pool, n in taken.items():
+            write = session.write[pool]
+            due = min(n, write.room, session.credits - write.credits)
+            if due > 0:
+                ahead.append(SpanPart(pool, 0, due))
         result = granted(session, ahead, [set() for _ in ahead])
-        return tuple(p for p in result.parts if len(p.slots)) if result else ()
+        return result.parts if result else ()
 
     # -------------------------------------------------------------- publishing
 
     @staticmethod
-    def _fits_publish(space: NamespaceCore, pages: Sequence[CommitPage]) -> bool:
-        wanted = Counter(p.pool for p in pages)
-        return all(n <= space.pools[pool].publish_limit for pool, n in wanted.items())
-
-    def _place_publish(self, space: NamespaceCore, commit: Commit) -> bool:
+    def _place_publish(space: NamespaceCore, pages: Sequence[CommitPage]) -> bool:
         """Take read slots for every page of a commit, or for none."""
         taken: list[tuple[int, Slots]] = []
-        for pool in {p.pool: None for p in commit.pages}:
-            pages = [p for p in commit.pages if p.pool == pool]
-            slots = space.pools[pool].place_publish(len(pages))
+        for pool in {p.pool: None for p in pages}:
+            mine = [p for p in pages if p.pool == pool]
+            slots = space.pools[pool].place_publish(len(mine), loads_wait=bool(space.loads.parked))
             if slots is None:
                 for other, given in taken:
                     space.pools[other].unfilled(given, load=False)
-                for page in commit.pages:
+                for page in pages:
                     page.read_slot = -1
                 return False
             taken.append((pool, slots))
-            for page, slot in zip(pages, slots.tolist(), strict=True):
+            for page, slot in zip(mine, slots.tolist(), strict=True):
                 page.read_slot = slot
         return True
 
@@ -307,16 +333,29 @@ class Tier:
                 read.begin_drain(slots)
             read.filled(slots, keys, [commit.commit_id] * len(keys), load=False)
         if ok:
+            self._replace_groups(space, commit)
             self.counters["published_pages", ""] += len(commit.pages)
             self._free_write_slots(commit, SlotState.COMMITTED)
         else:
             for page in commit.pages:
                 page.read_slot = -1
-        if space.has_store:
-            self._drain(commit, now)
+        if not space.has_store:
+            self._finish(commit, Outcome.RESIDENT if ok else Outcome.POOL_FULL)
+        elif commit.parent_failed:
+            self._finish(commit, Outcome.PARENT_FAILED)
         else:
-            self._finish(commit, Outcome.RESIDENT if ok else Outcome.POOL_FULL, now)
-        space.loads.retry_parked(self._effects)
+            self._drain(commit, now)
+        self._retry(space)
+
+    @staticmethod
+    def _replace_groups(space: NamespaceCore, commit: Commit) -> None:
+        """Pages of an older commit leave the index where the rest of their group was just replaced."""
+        for page in commit.pages:
+            for place in space.rules.group_of(page.pool):
+                pool = space.pools[place]
+                slot = pool.index.get(page.key)
+                if slot is not None and pool.commits[slot] != commit.commit_id:
+                    pool.drop((page.key,))
 
     def _free_write_slots(self, commit: Commit, state: SlotState) -> None:
         session = self.sessions[commit.session]
@@ -348,19 +387,28 @@ class Tier:
             space = self.namespaces[commit.namespace]
             for page in commit.pages:
                 space.beliefs[page.pool].add((page.key,))
-            self._finish(commit, Outcome.STORED, now)
+            self._finish(commit, Outcome.STORED)
+        elif commit.parent_failed:
+            self._finish(commit, Outcome.PARENT_FAILED)
         else:
             full = Written.FULL in outcomes
             at = now + self.policy.backoff(commit.attempts)
             if at >= commit.deadline:
-                self._finish(commit, Outcome.STORE_FULL if full else Outcome.STORE_FAILED, now)
+                self._finish(commit, Outcome.STORE_FULL if full else Outcome.STORE_FAILED)
             else:
                 self.counters["store_retries", "full" if full else "failed"] += 1
                 self.drains.retry(commit, at)
         self._start_drains(now)
 
-    def _finish(self, commit: Commit, outcome: Outcome, now: float) -> None:
-        """End a commit: free what it held, tell its session, and drop what was queued on top of it where it failed."""
+    def _finish(self, commit: Commit, outcome: Outcome) -> None:
+        """End a commit, and drop what builds on it where it failed."""
+        self._close(commit, outcome)
+        if outcome not in (Outcome.STORED, Outcome.RESIDENT):
+            self._drop_descendants(commit)
+        self._retry(self.namespaces[commit.namespace])
+
+    def _close(self, commit: Commit, outcome: Outcome) -> None:
+        """Free what a commit held and tell its session."""
         space = self.namespaces[commit.namespace]
         session = self.sessions[commit.session]
         state = SlotState.COMMITTED if commit.attempts == 0 else SlotState.DRAINING
@@ -378,18 +426,33 @@ class Tier:
         self._effects.append(
             CommitEnded(session.session, commit.commit_id, commit.request_id, outcome, len(commit.pages), commit.detail)
         )
-        if outcome not in (Outcome.STORED, Outcome.RESIDENT):
-            self._drop_descendants(commit, now)
-        space.loads.retry_parked(self._effects)
         self._settle_session(session)
 
-    def _drop_descendants(self, failed: Commit, now: float) -> None:
-        keys = set(failed.anchor_keys())
-        for commit in list(self.drains.queued()):
-            if commit.namespace == failed.namespace and commit.parent in keys and commit.state is not CommitState.DONE:
-                self.drains.remove(commit)
-                commit.detail = f"its parent commit {failed.commit_id.hex()} was dropped: {failed.detail}"
-                self._finish(commit, Outcome.PARENT_FAILED, now)
+    def _drop_descendants(self, failed: Commit) -> None:
+        """Drop the waiting commits that build on one that failed, and theirs; those under I/O are dropped when it ends."""
+        space = self.namespaces[failed.namespace]
+        children: dict[bytes, list[Commit]] = {}
+        for session in space.sessions:
+            for commit in self.sessions[session].commits.values():
+                if commit.parent:
+                    children.setdefault(commit.parent, []).append(commit)
+        gone: list[Commit] = []
+        failures = [failed]
+        while failures:
+            parent = failures.pop()
+            for key in parent.anchor_keys():
+                # What another commit brings, or the store has, is no hole in the prefix.
+                orphans = [] if space.has(space.rules.anchor, key) else children.pop(key, [])
+                for commit in orphans:
+                    if commit.state not in (CommitState.QUEUED, CommitState.WAITING):
+                        commit.parent_failed = True
+                        continue
+                    commit.detail = f"its parent commit {parent.commit_id.hex()} was dropped: {parent.detail}"[:500]
+                    gone.append(commit)
+                    failures.append(commit)
+                    self._close(commit, Outcome.PARENT_FAILED)
+        if gone:
+            self.drains.remove(gone)
 
     def _serve_queued(self, session: SessionCore) -> None:
         while session.queued and session.state is SessionState.ACTIVE:
@@ -428,24 +491,30 @@ class Tier:
         if needs is None:
             needs = [(i, *rule.needed(prefix)) for i, rule in enumerate(space.rules.pools)]
         load = Load(next(self._ids), session.session, keys, prefix, needs, deadline, accept_shorter, given)
-        if session.read_leases + load.pages > self.limits.max_read_leases:
+        load.charged = load.pages
+        consumed = session.pins.get(pin)
+        # The load comes in the place of its pin.
+        leased = session.read_leases - (consumed.charged if consumed is not None else 0)
+        if leased + load.charged > self.limits.max_read_leases:
             result = LoadResult(
                 session.session,
                 load.load_id,
                 Outcome.QUOTA,
                 True,
-                detail=f"{session.read_leases} pages are leased and {load.pages} more wanted; "
+                detail=f"{leased} pages are leased and {load.charged} more wanted; "
                 f"a session may lease {self.limits.max_read_leases}",
             )
             return load.load_id, result
-        session.read_leases += load.pages
+        session.read_leases += load.charged
         session.loads[load.load_id] = load
+        if consumed is not None:
+            load.pinned = space.loads.pages_of(consumed)
         begun = space.loads.begin(load, self._effects)
-        consumed = session.pins.get(pin)
+        load.pinned = {}
+        self._note_result(begun)
         if consumed is not None:
             self._end_load(session, consumed)
-            space.loads.retry_parked(self._effects)
-        self._note_result(begun)
+            self._retry(space)
         return load.load_id, begun
 
     def _note_result(self, result: LoadResult | None) -> None:
@@ -453,13 +522,19 @@ class Tier:
             return
         self.counters["load", result.outcome.name.lower()] += 1
         session = self.sessions.get(result.session)
-        if session is not None and result.outcome is not Outcome.READY:
+        if session is None:
+            return
+        if result.outcome is not Outcome.READY:
             self._forget_load(session, result.load_id)
+        elif (load := session.loads.get(result.load_id)) is not None:
+            # It may have become shorter.
+            session.read_leases += load.pages - load.charged
+            load.charged = load.pages
 
     def _forget_load(self, session: SessionCore, load_id: int) -> None:
         load = session.loads.pop(load_id, None) or session.pins.pop(load_id, None)
         if load is not None:
-            session.read_leases -= load.pages
+            session.read_leases -= load.charged
 
     def pin(self, session: SessionCore, keys: list[bytes], runs: Sequence[tuple[int, int]], until: float) -> int:
         """Hold the pages of every prefix length in `runs`, fetching those that only the store has.
@@ -470,11 +545,12 @@ class Tier:
         prefix = runs[-1][1]
         needs = [(i, *span) for i, rule in enumerate(space.rules.pools) for span in rule.needed_by(runs)]
         load = Load(next(self._ids), session.session, keys, prefix, needs, until, silent=True)
-        if session.read_leases + load.pages > self.limits.max_read_leases:
+        load.charged = load.pages
+        if session.read_leases + load.charged > self.limits.max_read_leases:
             return 0
         if space.loads.begin(load, self._effects) is not None:
             return 0
-        session.read_leases += load.pages
+        session.read_leases += load.charged
         session.pins[load.load_id] = load
         return load.load_id
 
@@ -542,10 +618,13 @@ class Tier:
                 self._end_load(session, load)
             if late or old:
                 self._retry(session.namespace)
-            for head in [q for q in session.queued if q.until <= now]:
+            expired = [q for q in session.queued if q.until <= now]
+            for head in expired:
                 session.queued.remove(head)
                 result = ReserveResult(Outcome.POOL_FULL, detail=self._full_words(session, head.wants))
                 self._effects.append(ReserveEnded(session.session, head.request_id, self._count_reserve(result)))
+            if expired:
+                self._serve_queued(session)
         self._start_drains(now)
 
     def known(self, present: Present) -> int:

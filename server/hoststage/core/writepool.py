@@ -15,13 +15,15 @@ class WritePool:
     `usable` slots serve stores, `holds` further ones serve retracted requests, and neither takes the other's share.
     """
 
-    __slots__ = ("held", "holds", "table", "usable")
+    __slots__ = ("ahead", "held", "holds", "table", "usable")
 
     def __init__(self, usable: int, holds: int = 0) -> None:
         self.usable = usable
         self.holds = holds
         self.held = 0
         self.table = SlotTable(usable + holds)
+        # Of a reserved slot: it was granted ahead, for no page in particular.
+        self.ahead = np.zeros(usable + holds, dtype=np.bool_)
 
     @property
     def room(self) -> int:
@@ -29,11 +31,18 @@ class WritePool:
         used = self.table.size - self.table.free - self.held
         return max(0, min(self.table.free, self.usable - used))
 
-    def reserve(self, n: int) -> Slots:
-        """Take `n` slots for a store. Raises `SlotError` where there is no room."""
+    @property
+    def credits(self) -> int:
+        """Slots that were granted ahead and are not yet committed or given back."""
+        return int(np.count_nonzero(self.ahead & (self.table.state == SlotState.RESERVED)))
+
+    def reserve(self, n: int, *, ahead: bool = False) -> Slots:
+        """Take `n` slots for a store, or ahead of one. Raises `SlotError` where there is no room."""
         if n > self.room:
             raise SlotError(f"{n} write slots wanted, {self.room} of {self.usable} are free")
-        return self.table.take(n, SlotState.RESERVED)
+        slots = self.table.take(n, SlotState.RESERVED)
+        self.ahead[slots] = ahead
+        return slots
 
     def hold(self, n: int) -> Slots:
         """Take `n` slots for a hold. Raises `SlotError` beyond the capacity promised for holds."""
