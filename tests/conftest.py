@@ -6,6 +6,9 @@ import ctypes
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("thorough", max_examples=3000, stateful_step_count=100, deadline=None)
 
 FOLDER_MARKS = ("gpu", "engines", "bench", "chaos")
 TESTS = Path(__file__).parent
