@@ -6,31 +6,45 @@ import pytest
 
 from hoststage.client import ArenaKind, Pin, PinLevel, RegistrationFailed, cuda
 from hoststage.client._arenas import Arena
+from hoststage.shm import cuda as shm_cuda
 from hoststage.shm.mapping import Chunk, Mapping
 
 SLOT = 4096
 
 
-class Device:
-    """Plays the runtime: refuses registration number `fails_at`."""
+class Library:
+    """Plays the CUDA runtime library below `Runtime`: refuses registration number `fails_at`, and keeps its error pending."""
 
     def __init__(self, fails_at=None, read_only=True):
         self.fails_at, self.read_only = fails_at, read_only
-        self.live, self.flags, self.calls = {}, [], 0
+        self.live, self.flags, self.calls, self.pending = {}, [], 0, 0
 
-    def read_only_supported(self):
-        return self.read_only
+    def cudaGetDevice(self, device):
+        return 0
 
-    def register(self, address, size, flags):
+    def cudaDeviceGetAttribute(self, value, attribute, device):
+        value._obj.value = int(self.read_only)
+        return 0
+
+    def cudaHostRegister(self, address, size, flags):
         self.calls += 1
         if self.calls - 1 == self.fails_at:
-            return "cudaHostRegister: out of memory"
+            self.pending = 2
+            return 2
         self.live[address] = size
         self.flags.append(flags)
-        return ""
+        return 0
 
-    def unregister(self, address):
+    def cudaHostUnregister(self, address):
         del self.live[address]
+        return 0
+
+    def cudaGetLastError(self):
+        pending, self.pending = self.pending, 0
+        return pending
+
+    def cudaGetErrorString(self, code):
+        return b"out of memory"
 
 
 @pytest.fixture
@@ -49,19 +63,21 @@ def arenas():
 
 @pytest.fixture
 def play(monkeypatch):
-    def install(device):
-        monkeypatch.setattr(cuda, "_Runtime", lambda: device)
+    def install(library):
+        runtime = shm_cuda.Runtime.__new__(shm_cuda.Runtime)
+        runtime._lib = library
+        monkeypatch.setattr(cuda, "Runtime", lambda: runtime)
         monkeypatch.setattr(cuda, "availability", lambda **_: "")
         monkeypatch.setattr(cuda, "_capturing", lambda: "")
-        cut = cuda.pieces
-        monkeypatch.setattr(cuda, "pieces", lambda size, stride: cut(size, stride, 2 * SLOT))
-        return device
+        cut = shm_cuda.pieces
+        monkeypatch.setattr(shm_cuda, "pieces", lambda size, stride: cut(size, stride, 2 * SLOT))
+        return library
 
     return install
 
 
 def test_every_piece_is_registered_read_arenas_read_only_and_all_is_undone_at_the_end(play, arenas):
-    device = play(Device())
+    device = play(Library())
     done = cuda.register_arenas(arenas)
     assert done.pinned
     assert device.live == {a.mapping.address + at: 2 * SLOT for a in arenas for at in (0, 2 * SLOT)}
@@ -72,22 +88,23 @@ def test_every_piece_is_registered_read_arenas_read_only_and_all_is_undone_at_th
 
 
 def test_a_piece_that_fails_undoes_its_arena_alone_and_is_reported(play, arenas):
-    device = play(Device(fails_at=1))
+    device = play(Library(fails_at=1))
     done = cuda.register_arenas(arenas)
     assert [a.pinned for a in done.arenas] == [False, True]
     assert "out of memory" in done.arenas[0].reason
+    assert not device.pending
     assert set(device.live) == {arenas[1].mapping.address, arenas[1].mapping.address + 2 * SLOT}
 
 
 def test_a_device_without_read_only_registration_leaves_read_arenas_unpinned_and_says_so(play, arenas):
-    play(Device(read_only=False))
+    play(Library(read_only=False))
     done = cuda.register_arenas(arenas)
     assert [a.pinned for a in done.arenas] == [True, False]
     assert "read-only" in done.arenas[1].reason
 
 
 def test_what_is_required_and_fails_is_an_error_that_leaves_nothing_registered(play, arenas):
-    device = play(Device(fails_at=3))
+    device = play(Library(fails_at=3))
     with pytest.raises(RegistrationFailed, match="out of memory"):
         cuda.register_arenas(arenas, "require")
     assert device.live == {}

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from hoststage.client import StackError
 from hoststage.client._pages import PageRows, pack_keys, split
-from hoststage.client.cuda import availability, pieces, register_arenas
+from hoststage.client.cuda import availability, register_arenas
+from hoststage.shm.cuda import pieces
 from hoststage.v1.ops import PoolRange
 
 PAGE = 64
