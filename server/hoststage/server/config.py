@@ -7,6 +7,7 @@ line. Whatever is wrong is said at once: the key, the value, where it came from,
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import tomllib
 from collections.abc import Mapping
@@ -303,13 +304,15 @@ def load_settings(
         "the environment": _from_env(env, problems),
         f"file {path}": _from_file(path, problems) if path else {},
     }
-    if problems:
-        raise ConfigError(problems)
     bound = type("BoundSettings", (Settings,), {"layers": tuple(layers.values())})
     try:
-        return bound()  # type: ignore[no-any-return]
+        settings = bound()
     except ValidationError as error:
-        raise ConfigError([_problem(e, layers) for e in error.errors(include_url=False)]) from error
+        problems += [_problem(e, layers) for e in error.errors(include_url=False)]
+        raise ConfigError(problems) from error
+    if problems:
+        raise ConfigError(problems)
+    return settings  # type: ignore[no-any-return]
 
 
 def _nested(flat: Mapping[str, Any], source: str, problems: list[ConfigProblem]) -> dict[str, Any]:
@@ -341,18 +344,23 @@ def _from_file(path: str, problems: list[ConfigProblem]) -> dict[str, Any]:
         data = yaml.safe_load(text) if path.endswith((".yaml", ".yml")) else tomllib.loads(text)
     except OSError as error:
         problems.append(
-            ConfigProblem("--config", path, "a flag", f"cannot be read: {error.strerror}", "Name a readable file.")
+            ConfigProblem("config", "", source, f"cannot be read: {error.strerror}", "Name a readable file.")
         )
         return {}
     except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
-        problems.append(ConfigProblem("--config", path, "a flag", f"does not parse: {error}", "Correct the file."))
+        said = " ".join(str(error).split())
+        problems.append(ConfigProblem("config", "", source, f"does not parse: {said}", "Correct the file."))
+        return {}
+    if not isinstance(data, dict | None):
+        remedy = "Write sections with settings in them, see docs/configuration.md."
+        problems.append(ConfigProblem("config", "", source, "holds no sections", remedy))
         return {}
     known, out = known_keys(), {}
     for section, values in (data or {}).items():
         if section not in known or not isinstance(values, dict):
             problems.append(_unknown(str(section), "", source, known))
             continue
-        out[section] = values
+        out[section] = {name: value for name, value in values.items() if name in known[section]}
         for name in values:
             if name not in known[section]:
                 problems.append(_unknown(f"{section}.{name}", str(values[name]), source, known))
@@ -405,12 +413,9 @@ def as_toml(settings: Settings) -> str:
                 lines.append("# token = (set, not shown)")
             elif (section, name) == ("memory", "budget") and value == 0:
                 lines.append('budget = "auto"')
-            elif isinstance(value, bool):
-                lines.append(f"{name} = {str(value).lower()}")
-            elif isinstance(value, str):
-                lines.append(f'{name} = "{value}"')
             else:
-                lines.append(f"{name} = {value}")
+                # JSON's strings, lists and booleans are TOML's as well, but for what a path or a name never holds.
+                lines.append(f"{name} = {json.dumps(value, ensure_ascii=False)}")
         lines.append("")
     return "\n".join(lines)
 
@@ -424,7 +429,19 @@ def as_markdown() -> str:
         assert isinstance(kind, type)
         assert issubclass(kind, BaseModel)
         for name, field in kind.model_fields.items():
-            value = defaults[section][name]
-            shown = '"auto"' if (section, name) == ("memory", "budget") else repr(value).replace("'", '"')
+            shown = _shown(kind, name, defaults[section][name])
             lines.append(f"| `{section}.{name}` | `{shown}` | {field.description or ''} |")
     return "\n".join(lines) + "\n"
+
+
+def _shown(kind: type[BaseModel], name: str, value: object) -> str:
+    """Return a default as one would write it."""
+    parsers = {v.func for v in kind.model_fields[name].metadata if isinstance(v, BeforeValidator)}
+    if _parse_budget in parsers and value == 0:
+        return '"auto"'
+    if isinstance(value, int) and parsers & {parse_size, _parse_chunk, _parse_budget}:
+        unit = next(u for u in ("TiB", "GiB", "MiB", "KiB", "") if value % _UNITS[u.lower()] == 0)
+        return f'"{value // _UNITS[unit.lower()]}{unit}"'
+    if isinstance(value, float) and parse_span in parsers:
+        return f'"{value:g}s"'
+    return json.dumps(value)
