@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from hoststage.core.stack import HitPolicy, Identity, Mode, ModeWish, Pool, PoolKind, Stack
+from hoststage.core.stack import HitPolicy, Identity, KvLayout, Mode, ModeWish, Pool, PoolKind, Stack
 from hoststage.server.contract import Refusal, RequestError, SessionRequest
 from hoststage.server.memory.arena import MemoryPolicy
 from hoststage.server.memory.pool import ArenaPool
@@ -183,3 +183,24 @@ async def test_of_two_clients_racing_for_the_last_bytes_exactly_one_gets_them(se
     refused = [r for r in results if isinstance(r, Refusal)]
     assert len(refused) == 1, results
     assert any(f.rule == "BUDGET" for f in refused[0].verdict.findings)
+
+
+async def test_a_pool_that_stays_on_the_device_is_needed_by_no_prefix(service):
+    kv = Pool("kv", PoolKind.KV, PAGE, 16, host_slots=64)
+    ring = Pool(
+        *("swa", PoolKind.SWA, 5000, 16),
+        sliding_window=64,
+        hit_policy=HitPolicy.TRAILING_PAGES,
+        layout=KvLayout.UNIFIED_KV,
+    )
+    unified = Stack(Identity("m"), (kv, ring), modes=(ModeWish(Mode.CACHE, True),))
+    inbox = Inbox()
+    session = await service.open(SessionRequest(unified), inbox)
+    keys, pages = keys_of(5), {0: [os.urandom(PAGE) for _ in range(5)]}
+    await store(session, keys, pages, (0, 0, 5))
+    await inbox.wait_for(ops.Stored)
+    found = await ask(session, ops.Lookup(span(keys), pin_ms=1000))
+    assert found.runs == ((1, 5),)
+    got = await ask(session, ops.Load(span(keys), 5, pin=found.pin))
+    assert got.outcome is ops.Outcome.READY
+    assert read(session, got) == pages

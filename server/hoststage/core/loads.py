@@ -157,7 +157,7 @@ class LoadTable:
 
     def _shorten(self, load: Load, prefix: int) -> None:
         load.prefix = prefix
-        load.needs = [(i, *rule.needed(prefix)) for i, rule in enumerate(self.rules.pools)]
+        load.needs = self.rules.needs(prefix)
 
     def _too_large(self, load: Load) -> bool:
         wanted = Counter[int]()

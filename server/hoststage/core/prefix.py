@@ -17,7 +17,10 @@ Present: TypeAlias = Sequence[bytes | None]
 
 @dataclass(frozen=True, slots=True)
 class PoolRule:
-    """What the tier needs to know of a pool. `source`: place of the pool whose slot ids a sidecar reuses, -1 for none."""
+    """What the tier needs to know of a pool. `source`: place of the pool whose slot ids a sidecar reuses, -1 for none.
+
+    `on_host`: whether it has host pages at all; a prefix needs nothing of a pool that stays on the device.
+    """
 
     name: str
     policy: HitPolicy
@@ -26,6 +29,7 @@ class PoolRule:
     source: int
     page_bytes: int
     stride: int
+    on_host: bool = True
 
     def needed(self, prefix: int) -> tuple[int, int]:
         """Return `(first, count)` of the pages that a prefix of that many pages needs."""
@@ -53,6 +57,10 @@ class Rules:
     pools: tuple[PoolRule, ...]
     anchor: int
 
+    def needs(self, prefix: int) -> list[tuple[int, int, int]]:
+        """Return `(pool, first, count)` of the pages that a prefix of that many pages needs, in every pool with host pages."""
+        return [(i, *rule.needed(prefix)) for i, rule in enumerate(self.pools) if rule.on_host]
+
     @property
     def store_order(self) -> list[int]:
         """Places in the order in which a commit is stored: sidecars first, the anchor last."""
@@ -79,6 +87,7 @@ def rules_of(stack: Stack) -> Rules:
                 names.index(p.indices_from_pool) if p.kind is PoolKind.SIDECAR else -1,
                 p.page_bytes,
                 p.stride,
+                p.has_host_pool,
             )
             for p in stack.pools
         ),
@@ -90,7 +99,9 @@ def agreed(rules: Rules, present: Sequence[Present]) -> list[NDArray[np.bool_]]:
     """Return, per pool, which pages count as there: a sidecar's page counts only if its commit id is its source's."""
     out = []
     for rule, pages in zip(rules.pools, present, strict=True):
-        if rule.source >= 0:
+        if not rule.on_host:
+            flags = [True] * len(pages)
+        elif rule.source >= 0:
             source = present[rule.source]
             flags = [page is not None and page == source[i] for i, page in enumerate(pages)]
         else:

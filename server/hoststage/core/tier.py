@@ -489,7 +489,7 @@ class Tier:
         space = session.namespace
         given = needs is not None
         if needs is None:
-            needs = [(i, *rule.needed(prefix)) for i, rule in enumerate(space.rules.pools)]
+            needs = space.rules.needs(prefix)
         load = Load(next(self._ids), session.session, keys, prefix, needs, deadline, accept_shorter, given)
         load.charged = load.pages
         consumed = session.pins.get(pin)
@@ -543,7 +543,9 @@ class Tier:
         """
         space = session.namespace
         prefix = runs[-1][1]
-        needs = [(i, *span) for i, rule in enumerate(space.rules.pools) for span in rule.needed_by(runs)]
+        needs = [
+            (i, *span) for i, rule in enumerate(space.rules.pools) if rule.on_host for span in rule.needed_by(runs)
+        ]
         load = Load(next(self._ids), session.session, keys, prefix, needs, until, silent=True)
         load.charged = load.pages
         if session.read_leases + load.charged > self.limits.max_read_leases:

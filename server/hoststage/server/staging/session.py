@@ -11,7 +11,7 @@ import numpy as np
 
 from hoststage.core import effects as fx
 from hoststage.core.findings import Grant, Verdict
-from hoststage.core.prefix import restorable
+from hoststage.core.prefix import Rules, restorable
 from hoststage.core.sessions import SessionCore, SessionState, SpanPart
 from hoststage.core.slots import SlotError
 from hoststage.core.stack import MAX_KEY_BYTES
@@ -281,7 +281,7 @@ class Session:
     def _lookup(self, op: ops.Lookup, reply: Reply) -> None:
         keys = self._keys(op.span)
         present = self._tier.presence(self.core.namespace, keys)
-        if self._engine.store is None or all(page is not None for pool in present for page in pool):
+        if self._engine.store is None or _all_there(self.core.namespace.rules, present):
             reply(self._lookup_reply(op, keys, present))
             return
         self._engine.spawn(self._lookup_in_store(op, keys, present, reply))
@@ -292,7 +292,8 @@ class Session:
         store, space = self._engine.store, self.core.namespace
         assert store is not None
         end = len(keys)
-        order = sorted(range(len(present)), key=lambda i: i != space.rules.anchor)
+        on_host = [i for i, rule in enumerate(space.rules.pools) if rule.on_host]
+        order = sorted(on_host, key=lambda i: i != space.rules.anchor)
         for place in order:
             rule, pages = space.rules.pools[place], present[place]
             missing = [i for i in range(end) if pages[i] is None]
@@ -467,6 +468,12 @@ class Session:
 
     async def return_arena(self, arena_id: int) -> None:
         await self._service.return_arena(self, arena_id)
+
+
+def _all_there(rules: Rules, present: Sequence[Sequence[bytes | None]]) -> bool:
+    return all(
+        page is not None for rule, pages in zip(rules.pools, present, strict=True) if rule.on_host for page in pages
+    )
 
 
 def _copy_in(todo: Sequence[tuple[int, bytes | bytearray]]) -> None:
