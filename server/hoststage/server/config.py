@@ -19,81 +19,16 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
 
+from hoststage.server.units import UNITS, check_address, parse_budget, parse_chunk, parse_ids, parse_size, parse_span
+
 ENV_PREFIX = "HOSTSTAGE_"
 NOT_SETTINGS = frozenset(
     {"HOSTSTAGE_CONFIG", "HOSTSTAGE_ADDRESS", "HOSTSTAGE_TOKEN", "HOSTSTAGE_ENGINE_CACHE", "HOSTSTAGE_ENGINES_DIR"}
 )
 """Variables with our prefix that other programs of ours read."""
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "k": 1000,
-    "kb": 1000,
-    "m": 10**6,
-    "mb": 10**6,
-    "g": 10**9,
-    "gb": 10**9,
-    "t": 10**12,
-    "tb": 10**12,
-}
-_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
-_SPANS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-
-
-def _split(value: str) -> tuple[float, str]:
-    text = value.strip()
-    digits = len(text) - len(text.lstrip("0123456789."))
-    return float(text[:digits]), text[digits:].strip().lower()
-
-
-def parse_size(value: object) -> object:
-    """Return bytes for "8GiB", "500MB" or a number; anything else is left for the validator to refuse."""
-    if not isinstance(value, str):
-        return value
-    try:
-        number, unit = _split(value)
-        return int(number * _UNITS[unit])
-    except (KeyError, ValueError) as error:
-        raise ValueError(f'"{value}" is no size; write a number of bytes or e.g. "8GiB", "500MB"') from error
-
-
-def parse_span(value: object) -> object:
-    """Return seconds for "10s", "250ms", "2m" or a number."""
-    if not isinstance(value, str):
-        return value
-    try:
-        number, unit = _split(value)
-        return number * _SPANS[unit]
-    except (KeyError, ValueError) as error:
-        raise ValueError(f'"{value}" is no duration; write seconds or e.g. "10s", "250ms", "2m"') from error
-
-
-def _parse_budget(value: object) -> object:
-    return 0 if value == "auto" else parse_size(value)
-
-
-def _parse_ids(value: object) -> object:
-    """A list in one variable or flag is separated by commas."""
-    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
-
-
-def _parse_chunk(value: object) -> object:
-    size = parse_size(value)
-    if isinstance(size, int) and (size < 2 << 20 or size % (2 << 20)):
-        raise ValueError(f"{value} is no positive multiple of 2 MiB")
-    return size
-
-
-def _check_address(value: str) -> str:
-    host, colon, port = value.rpartition(":")
-    if value and not (host and colon and port.isdecimal() and int(port) < 1 << 16):
-        raise ValueError(f'"{value}" is no address; write host:port, e.g. "127.0.0.1:9477"')
-    return value
-
-
-Ids = Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_parse_ids)]
-Address = Annotated[str, AfterValidator(_check_address)]
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(parse_ids)]
+Address = Annotated[str, AfterValidator(check_address)]
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
 Span = Annotated[float, BeforeValidator(parse_span), Field(ge=0)]
 
@@ -137,10 +72,10 @@ class Http(Section):
 class Memory(Section):
     """Pinned memory."""
 
-    budget: Annotated[int, BeforeValidator(_parse_budget), Field(ge=0)] = Field(
+    budget: Annotated[int, BeforeValidator(parse_budget), Field(ge=0)] = Field(
         0, description='most that all arenas may take; "auto": 7/8 of what the node or its cgroup has free'
     )
-    chunk: Annotated[int, BeforeValidator(_parse_chunk)] = Field(
+    chunk: Annotated[int, BeforeValidator(parse_chunk)] = Field(
         1 << 30, description="size of one memfd; a multiple of 2 MiB"
     )
     huge_pages: Literal["auto", "off", "required"] = Field("auto", description="2 MiB pages from vm.nr_hugepages")
@@ -437,11 +372,11 @@ def as_markdown() -> str:
 def _shown(kind: type[BaseModel], name: str, value: object) -> str:
     """Return a default as one would write it."""
     parsers = {v.func for v in kind.model_fields[name].metadata if isinstance(v, BeforeValidator)}
-    if _parse_budget in parsers and value == 0:
+    if parse_budget in parsers and value == 0:
         return '"auto"'
-    if isinstance(value, int) and parsers & {parse_size, _parse_chunk, _parse_budget}:
-        unit = next(u for u in ("TiB", "GiB", "MiB", "KiB", "") if value % _UNITS[u.lower()] == 0)
-        return f'"{value // _UNITS[unit.lower()]}{unit}"'
+    if isinstance(value, int) and parsers & {parse_size, parse_chunk, parse_budget}:
+        unit = next(u for u in ("TiB", "GiB", "MiB", "KiB", "") if value % UNITS[u.lower()] == 0)
+        return f'"{value // UNITS[unit.lower()]}{unit}"'
     if isinstance(value, float) and parse_span in parsers:
         return f'"{value:g}s"'
     return json.dumps(value)
