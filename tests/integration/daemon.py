@@ -25,11 +25,12 @@ def environment() -> dict[str, str]:
 
 @dataclass
 class Daemon:
-    """`hoststage serve` in a folder of its own. `flags`: further `section.name=value` settings."""
+    """`hoststage serve` in a folder of its own. `flags`: further `section.name=value` settings. `store`: its address, by default of files."""
 
     folder: Path
     flags: list[str] = field(default_factory=list)
     budget: str = "256MiB"
+    store: str = ""
     process: subprocess.Popen[bytes] | None = None
     http: str = ""
 
@@ -51,7 +52,7 @@ class Daemon:
         store.mkdir(exist_ok=True)
         command = [
             *(sys.executable, "-m", "hoststage.cli.main", "serve"),
-            *("--socket", str(self.socket), "--http", "127.0.0.1:0", "--store", f"file://{store}"),
+            *("--socket", str(self.socket), "--http", "127.0.0.1:0", "--store", self.store or f"file://{store}"),
             *("--budget", self.budget, "--log-format", "json", "--set", "store.limit=1GiB"),
             *("--set", "store.min_free=64MiB"),
         ]

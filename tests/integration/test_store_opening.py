@@ -177,6 +177,13 @@ async def test_an_address_without_a_driver_names_those_that_there_are(url: str, 
     assert "file:///" in caught.value.remedy
 
 
+@pytest.mark.parametrize("query", ["read_delay=no", "other=1", "write_delay=-1", "read_delay=nan", "read_delay"])
+async def test_a_memory_store_takes_delays_and_nothing_else(query: str) -> None:
+    await (await open_store("memory:?read_delay=0.01&write_delay=0")).close()
+    with pytest.raises(StoreConfigError, match="read_delay=0.2"):
+        await open_store(f"memory:?{query}")
+
+
 async def test_the_address_of_a_directory_opens_it(tmp_path: Path) -> None:
     (tmp_path / "with space").mkdir()
     store = await open_store(f"file://{tmp_path}/with%20space", options())
