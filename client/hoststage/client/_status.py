@@ -48,12 +48,16 @@ class _Details:
         self.findings = findings_from(findings) or self._from_violations()
 
     def _from_violations(self) -> tuple[Finding, ...]:
-        remedies = {link.url.rpartition("#")[2]: link.description for link in self.help.links}
+        remedies: dict[str, list[str]] = {}
+        for link in self.help.links:
+            remedies.setdefault(link.url.rpartition("#")[2], []).append(link.description)
         out = []
         for violation in self.precondition.violations:
             rule, _, mode = violation.type.partition("/")
             known_mode = next((m for m in Mode if m.value == mode), None)
-            remedy = remedies.get(rule, "")
+            # Links stand in the order of the violations, one each.
+            own = remedies.get(rule, [])
+            remedy = own.pop(0) if len(own) > 1 else next(iter(own), "")
             out.append(Finding(rule, Severity.REFUSED, violation.subject, violation.description, remedy, known_mode))
         return tuple(out)
 

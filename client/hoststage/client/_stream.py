@@ -11,7 +11,8 @@ import grpc
 
 from hoststage.client._status import error_of_call
 from hoststage.client._wire import Deadline, Request, Router, Waiter, park
-from hoststage.client.errors import DaemonUnavailable, DeadlineExceeded
+from hoststage.client.errors import DaemonUnavailable, DeadlineExceeded, Refused
+from hoststage.client.verdict import findings_from
 from hoststage.v1 import convert, hoststage_pb2_grpc
 from hoststage.v1 import hoststage_pb2 as pb
 
@@ -53,13 +54,29 @@ class Stream:
             self.close()
             raise DeadlineExceeded(f"the daemon at {self.address} did not answer the handshake in time")
         if self._welcome.error is not None:
+            error = self._welcome.error
+            if isinstance(error, Refused):
+                error = self._completed(error, stub, hello, deadline)
             self.close()
-            raise self._welcome.error
+            raise error
         message = self._welcome.result
         if not isinstance(message, pb.ServerMessage) or message.WhichOneof("body") != "welcome":
             self.close()
             raise DaemonUnavailable(f"what answers at {self.address} speaks no hoststage protocol: no Welcome came")
         return message.welcome
+
+    @staticmethod
+    def _completed(refused: Refused, stub: Any, hello: pb.Hello, deadline: Deadline) -> Refused:
+        """Return a refusal with every finding: trailers have room for the refusing ones only, and for few of those."""
+        try:
+            answer = stub.Negotiate(pb.NegotiateRequest(hello=hello), timeout=max(0.001, deadline.left))
+        except grpc.RpcError:
+            return refused
+        findings = findings_from(answer.findings)
+        told = {(f.rule, f.subject, f.mode) for f in refused.findings}
+        # The node may have changed in between: then what was told is what counts.
+        same = not answer.HasField("grant") and told <= {(f.rule, f.subject, f.mode) for f in findings}
+        return Refused(refused.message, findings) if same else refused
 
     def _requests(self) -> Iterator[pb.ClientMessage]:
         while (message := self._outgoing.get()) is not None:

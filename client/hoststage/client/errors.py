@@ -53,6 +53,7 @@ class Refused(HostStageError):
     """The handshake was refused. `findings` holds every answer of the fences; printing the error shows them all."""
 
     def __init__(self, message: str, findings: Sequence[Finding] = ()) -> None:
+        self.message = message
         self.findings = tuple(findings)
         lines = [message or "the daemon refused the stack"]
         lines += [f"  {finding}" for finding in self.findings]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from hoststage.client.stack import Mode, PayloadPath, Retraction, from_wire
+from hoststage.client.stack import Mode, PayloadPath, Retraction, WritePolicy, from_wire
 from hoststage.v1 import stack_pb2 as pb
 
 
@@ -59,7 +59,10 @@ class PoolGrant:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What the client may do. `namespace`: 64 hex digits; keys never meet across it."""
+    """What the client may do. `namespace`: 64 hex digits; keys never meet across it.
+
+    write_policy: the one in force, which a fence may have changed; None where the daemon is older and does not say.
+    """
 
     mode: Mode
     path: PayloadPath
@@ -67,6 +70,7 @@ class Grant:
     window_only_holds: bool
     pools: tuple[PoolGrant, ...]
     namespace: str
+    write_policy: WritePolicy | None = None
 
     @classmethod
     def from_proto(cls, m: pb.Grant) -> Grant:
@@ -82,6 +86,7 @@ class Grant:
             m.window_only_holds,
             pools,
             m.namespace,
+            from_wire(WritePolicy, m.write_policy),
         )
 
     def pool(self, name: str) -> PoolGrant | None:

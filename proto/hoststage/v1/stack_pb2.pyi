@@ -36,7 +36,7 @@ class _PoolKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PoolKind.Val
     """A pool that reuses the slot ids of another (indexer, compressed regions, draft)."""
 
 class PoolKind(_PoolKind, metaclass=_PoolKindEnumTypeWrapper):
-    """What the pages of a pool are. A value that the daemon does not know is refused with POOL_GEOMETRY, naming it."""
+    """What the pages of a pool are. A value that the daemon does not know is refused with UNKNOWN_VALUE, naming it."""
 
 POOL_KIND_UNSPECIFIED: PoolKind.ValueType  # 0
 POOL_KIND_KV: PoolKind.ValueType  # 1
@@ -723,12 +723,15 @@ class Grant(_message.Message):
     WINDOW_ONLY_HOLDS_FIELD_NUMBER: _builtins.int
     POOLS_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
+    WRITE_POLICY_FIELD_NUMBER: _builtins.int
     mode: Global___Mode.ValueType
     path: Global___PayloadPath.ValueType
     retraction: Global___Retraction.ValueType
     window_only_holds: _builtins.bool
     namespace: _builtins.str
     """64 hex digits."""
+    write_policy: Global___WritePolicy.ValueType
+    """The policy in force, which a fence may have changed (WRITE_BACK_RESOLVED). Absent: the daemon is older and does not say."""
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolGrant]: ...
     def __init__(
@@ -740,12 +743,15 @@ class Grant(_message.Message):
         window_only_holds: _builtins.bool = ...,
         pools: _abc.Iterable[Global___PoolGrant] | None = ...,
         namespace: _builtins.str = ...,
+        write_policy: Global___WritePolicy.ValueType | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_write_policy", b"_write_policy", "write_policy", b"write_policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "namespace", b"namespace", "path", b"path", "pools", b"pools", "retraction", b"retraction", "window_only_holds", b"window_only_holds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_write_policy", b"_write_policy", "mode", b"mode", "namespace", b"namespace", "path", b"path", "pools", b"pools", "retraction", b"retraction", "window_only_holds", b"window_only_holds", "write_policy", b"write_policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__write_policy: _TypeAlias = _typing.Literal["write_policy"]  # noqa: Y015
+    _WhichOneofArgType__write_policy: _TypeAlias = _typing.Literal["_write_policy", b"_write_policy"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__write_policy) -> _WhichOneofReturnType__write_policy | None: ...
 
 Global___Grant: _TypeAlias = Grant  # noqa: Y015
 

@@ -106,6 +106,7 @@ class NodeFacts:
     """What the fences need to know of the node. A live namespace's read arenas are shared, not charged again.
 
     live_read_slots: pool name to read slots already there for the stack's namespace. live_page_bytes: likewise page bytes.
+    live_shapes: one `hoststage.core.spans.shape_of` a pool of the live namespace, in its order; empty where none is live.
     """
 
     budget_bytes: int
@@ -118,6 +119,7 @@ class NodeFacts:
     paths: tuple[PayloadPath, ...] = (PayloadPath.SHM, PayloadPath.INLINE)
     live_read_slots: dict[str, int] = field(default_factory=dict)
     live_page_bytes: dict[str, int] = field(default_factory=dict)
+    live_shapes: tuple[str, ...] = ()
 
     @property
     def committed_bytes(self) -> int:

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from hoststage.core.spans import source_of
 from hoststage.core.stack import HitPolicy, PoolKind, Stack
 
 Present: TypeAlias = Sequence[bytes | None]
@@ -76,7 +77,9 @@ class Rules:
 def rules_of(stack: Stack) -> Rules:
     """Return the rules of a stack that the fences have accepted."""
     names = [p.name for p in stack.pools]
-    anchor = stack.anchor
+    roots = {p.name: source_of(stack, p) for p in stack.pools}
+    on_host = [p for p in stack.pools if p.has_host_pool and not p.is_sidecar]
+    anchor = next((p for p in on_host if p.kind is PoolKind.KV), next(iter(on_host), None))
     return Rules(
         tuple(
             PoolRule(
@@ -84,7 +87,8 @@ def rules_of(stack: Stack) -> Rules:
                 p.hit_policy,
                 p.needed_trailing_pages,
                 max(1, p.group_pages),
-                names.index(p.indices_from_pool) if p.kind is PoolKind.SIDECAR else -1,
+                # A sidecar of a sidecar counts in the slots of the pool at the chain's end.
+                -1 if (root := roots[p.name]) is None or root is p else names.index(root.name),
                 p.page_bytes,
                 p.stride,
                 p.has_host_pool,

@@ -26,6 +26,20 @@ def source_of(stack: Stack, pool: Pool) -> Pool | None:
     return current if current is not None and current.has_host_pool else None
 
 
+def shape_of(stack: Stack, pool: Pool) -> str:
+    """Return in words what all sessions of a namespace must agree on about a pool, but for its page bytes."""
+    words = [pool.hit_policy.value]
+    if pool.hit_policy is HitPolicy.TRAILING_PAGES:
+        words.append(f"{pool.needed_trailing_pages} trailing")
+    if pool.hit_policy is HitPolicy.BLOCK_GROUPS:
+        words.append(f"groups of {pool.group_pages}")
+    if not pool.has_host_pool:
+        words.append("device only")
+    elif (root := source_of(stack, pool)) is not None and root is not pool:
+        words.append(f"as {root.name}")
+    return f"{pool.name} ({', '.join(words)})"
+
+
 def asked_slots(stack: Stack, root: Pool) -> int:
     """Return the slots that the client asks for in the family of `root`: its own, else the most of its sidecars'."""
     if root.host_slots > 0:

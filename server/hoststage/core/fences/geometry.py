@@ -6,9 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from hoststage.core.fences.context import Context, Report
+from hoststage.core.fences.context import Context, ProtocolRanges, Report, listed
 from hoststage.core.findings import Finding, RefusalKind
-from hoststage.core.spans import asked_slots
+from hoststage.core.spans import asked_slots, shape_of
 from hoststage.core.stack import HitPolicy, Parallel, Pool, PoolKind
 
 _NAME = re.compile(r"[a-z0-9_]{1,64}")
@@ -18,21 +18,9 @@ BAD = RefusalKind.INVALID_ARGUMENT
 
 def protocol(ctx: Context) -> Iterator[Finding]:
     """Both sides must speak a common protocol version and share a payload path."""
-    report, p = Report("PROTOCOL", ctx.mode), ctx.protocol
-    if p.common is None:
-        older = "client library" if p.client_max < p.server_min else "daemon"
-        yield report.refused(
-            "protocol",
-            f"The client speaks protocol versions {p.client_min} to {p.client_max}, the daemon {p.server_min} to "
-            f"{p.server_max}: "
-            "they have none in common.",
-            f"Upgrade the {older}.",
-            RefusalKind.FAILED_PRECONDITION,
-            client_min=p.client_min,
-            client_max=p.client_max,
-            server_min=p.server_min,
-            server_max=p.server_max,
-        )
+    report = Report("PROTOCOL", ctx.mode)
+    if ctx.protocol.common is None:
+        yield no_common_version(ctx.protocol)
     offered, accepted = ctx.facts.paths, ctx.stack.paths
     if not any(path in offered for path in accepted):
         yield report.refused(
@@ -44,6 +32,22 @@ def protocol(ctx: Context) -> Iterator[Finding]:
             client_paths=listed_paths(accepted),
             server_paths=listed_paths(offered),
         )
+
+
+def no_common_version(p: ProtocolRanges) -> Finding:
+    """Return the finding that both sides' protocol versions have none in common."""
+    older = "client library" if p.client_max < p.server_min else "daemon"
+    return Report("PROTOCOL", None).refused(
+        "protocol",
+        f"The client speaks protocol versions {p.client_min} to {p.client_max}, the daemon {p.server_min} to "
+        f"{p.server_max}: they have none in common.",
+        f"Upgrade the {older}.",
+        RefusalKind.FAILED_PRECONDITION,
+        client_min=p.client_min,
+        client_max=p.client_max,
+        server_min=p.server_min,
+        server_max=p.server_max,
+    )
 
 
 def listed_paths(paths: tuple[object, ...]) -> str:
@@ -82,6 +86,7 @@ def pool_geometry(ctx: Context) -> Iterator[Finding]:
             yield report.refused(
                 field, f"{field} is {value}.", "Give zero or a positive number of tokens.", BAD, value=value
             )
+    yield from _live_shapes(ctx, report)
     yield from _parallel(report, stack.parallel)
 
 
@@ -130,6 +135,22 @@ def _pool(ctx: Context, report: Report, pool: Pool) -> Iterator[Finding]:
             window_pages=pool.window_pages,
         )
     yield from _live(ctx, report, pool)
+
+
+def _live_shapes(ctx: Context, report: Report) -> Iterator[Finding]:
+    """All sessions of a namespace meet in one read arena a pool, found by place: they must describe the same pools."""
+    live = ctx.facts.live_shapes
+    here = tuple(shape_of(ctx.stack, p) for p in ctx.stack.pools)
+    if live and live != here:
+        yield report.refused(
+            "pools",
+            f"The stack has the pools {listed(here)}; the live namespace of the same fingerprint has {listed(live)}.",
+            "Describe the same pools in the same order, or make the identity tell the two apart (layout, model), or end "
+            "the sessions of the other.",
+            BAD,
+            pools=listed(here),
+            live_pools=listed(live),
+        )
 
 
 def _live(ctx: Context, report: Report, pool: Pool) -> Iterator[Finding]:

@@ -75,6 +75,7 @@ def _back(table: Mapping[Any, E]) -> dict[E, Any]:
 _MODE_TO = _back(_MODE)
 _PATH_TO = _back(_PATH)
 _RETRACTION_TO = _back(_RETRACTION)
+_WRITE_TO = _back(_WRITE)
 
 
 def _strict(table: Mapping[Any, E], value: int, field: str) -> E:
@@ -235,6 +236,7 @@ def grant_to_proto(g: Grant) -> spb.Grant:
         retraction=_RETRACTION_TO[g.retraction],
         window_only_holds=g.window_only_holds,
         namespace=g.namespace,
+        write_policy=_WRITE_TO[g.write_policy],
         pools=[
             spb.PoolGrant(
                 pool=p.pool,
@@ -296,7 +298,6 @@ _POLICY_TO = _back(_POLICY)
 _LAYOUT_TO = _back(_LAYOUT)
 _PLACEMENT_TO = _back(_PLACEMENT)
 _ROLE_TO = _back(_ROLE)
-_WRITE_TO = _back(_WRITE)
 _SEVERITY_FROM = {v: k for k, v in _SEVERITY.items()}
 
 
@@ -394,5 +395,6 @@ def verdict_from_proto(m: pb.NegotiateResponse) -> Verdict:
             for p in g.pools
         ),
         g.namespace,
+        _WRITE.get(g.write_policy, core.WritePolicy.WRITE_THROUGH),
     )
     return Verdict(grant, findings)

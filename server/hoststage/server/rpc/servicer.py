@@ -11,6 +11,8 @@ from typing import Any
 import grpc
 import structlog
 
+from hoststage.core.fences import ProtocolRanges, no_common_version
+from hoststage.core.findings import Verdict
 from hoststage.core.stack import PayloadPath
 from hoststage.server.contract import LiveSession, Refusal, RequestError, SessionRequest, TierService
 from hoststage.server.memory.arena import MemoryUnavailable
@@ -80,7 +82,9 @@ class HostStageServicer(pb_grpc.HostStageServicer):
     ) -> pb.NegotiateResponse:
         await self._authenticate(request.hello, context)
         try:
-            wanted = _reachable(request_from_proto(request.hello), context)
+            wanted = _reachable(_understood(request.hello), context)
+        except Refusal as refusal:
+            return verdict_to_proto(refusal.verdict)
         except RequestError as error:
             await status.abort(context, status.of_request_error(error))
         answer = verdict_to_proto(self._tier.negotiate(wanted))
@@ -145,7 +149,7 @@ class HostStageServicer(pb_grpc.HostStageServicer):
     ) -> LiveSession:
         results = self._connections.metrics.handshakes
         try:
-            live = await self._tier.open(_reachable(request_from_proto(hello), context), connection)
+            live = await self._tier.open(_reachable(_understood(hello), context), connection)
         except RequestError as error:
             results["malformed"] += 1
             await status.abort(context, status.of_request_error(error))
@@ -251,6 +255,18 @@ async def _until_over(tasks: set[asyncio.Task[None]], reading: asyncio.Task[None
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if done != {reading} or reading.exception() is not None:
             return done
+
+
+def _understood(hello: pb.Hello) -> SessionRequest:
+    """Return the request in a Hello. Raises `RequestError`, or `Refusal` where it speaks of a protocol that is not ours."""
+    try:
+        return request_from_proto(hello)
+    except RequestError as error:
+        ranges = ProtocolRanges(hello.protocol_min or 1, hello.protocol_max or 1, PROTOCOL_MIN, PROTOCOL_MAX)
+        if ranges.common is None and ranges.client_min <= ranges.client_max:
+            # What is unknown in it is what its versions brought: the versions are what has to be told.
+            raise Refusal(Verdict(None, (no_common_version(ranges),))) from error
+        raise
 
 
 def _reachable(request: SessionRequest, context: grpc.aio.ServicerContext[Any, Any]) -> SessionRequest:

@@ -20,6 +20,7 @@ from hoststage.core.ledger import Ledger, OverBudget
 from hoststage.core.prefix import PoolRule, Rules, rules_of
 from hoststage.core.readpool import ReadPool
 from hoststage.core.sessions import NamespaceCore, SessionCore, SessionLimits, SessionState
+from hoststage.core.spans import shape_of
 from hoststage.core.stack import Mode, Stack, namespace_of
 from hoststage.core.tier import Tier
 from hoststage.core.writepool import WritePool
@@ -63,13 +64,14 @@ class ServiceOptions:
 
 @dataclass(slots=True)
 class _Namespace:
-    """A namespace's memory. `order`: the stack order of its pools by name."""
+    """A namespace's memory. `names` and `shapes`: of its pools, in stack order."""
 
     core: NamespaceCore
     arenas: list[PoolArena]
     tenant: str
     model: str
     names: tuple[str, ...]
+    shapes: tuple[str, ...]
     used_at: float
     holder: str
 
@@ -99,13 +101,25 @@ class Service:
     # -------------------------------------------------------------- handshake
 
     def negotiate(self, request: SessionRequest) -> Verdict:
-        low, high = request.protocol
-        return evaluate(
-            request.stack, self._facts(request.stack), ProtocolRanges(low, high, PROTOCOL_MIN, PROTOCOL_MAX)
-        )
+        return self._judge(request)[0]
 
-    def _facts(self, stack: Stack) -> NodeFacts:
-        live = self._namespaces.get(namespace_of(stack))
+    def _judge(self, request: SessionRequest) -> tuple[Verdict, bool]:
+        """Return the verdict, and whether it needs the namespace's idle memory to be made anew.
+
+        Read arenas stay warm when the last session of a namespace has gone. They are no obstacle to a stack that they do not fit.
+        """
+        low, high = request.protocol
+        ranges = ProtocolRanges(low, high, PROTOCOL_MIN, PROTOCOL_MAX)
+        name = namespace_of(request.stack)
+        live = self._namespaces.get(name)
+        verdict = evaluate(request.stack, self._facts(live), ranges)
+        if verdict.refused and live is not None and not self.engine.in_use(name):
+            anew = evaluate(request.stack, self._facts(None), ranges)
+            if not anew.refused:
+                return anew, True
+        return verdict, False
+
+    def _facts(self, live: _Namespace | None) -> NodeFacts:
         pools = live.core.pools if live else []
         names = live.names if live else ()
         return NodeFacts(
@@ -118,15 +132,18 @@ class Service:
             cuda=self.options.cuda,
             live_read_slots={name: p.size for name, p in zip(names, pools, strict=True)},
             live_page_bytes={a.rule.name: a.rule.page_bytes for a in live.arenas} if live else {},
+            live_shapes=live.shapes if live else (),
         )
 
     async def open(self, request: SessionRequest, port: Port) -> Session:
         self._replace_previous(request)
         name = namespace_of(request.stack)
         async with self._opening.setdefault(name, asyncio.Lock()):
-            verdict = self.negotiate(request)
+            verdict, anew = self._judge(request)
             if self.tier.draining or verdict.grant is None:
                 raise Refusal(verdict)
+            if anew:
+                await self._close_namespace(name)
             session_id = next(self._ids)
             holder = f"session {session_id} ({request.worker or request.client or 'unnamed'})"
             grant = verdict.grant
@@ -232,6 +249,7 @@ class Service:
             tenant,
             stack.identity.model,
             tuple(p.name for p in stack.pools),
+            tuple(shape_of(stack, p) for p in stack.pools),
             self.engine.now(),
             holder,
         )

@@ -87,7 +87,8 @@ class Session:
 
     @property
     def arenas(self) -> Sequence[ArenaFacts]:
-        return [a.facts() for a in (*self._write, *self._read)]
+        # A pool that stays on the device has no arena, and nothing to map.
+        return [a.facts() for a in (*self._write, *self._read) if a.arena is not None]
 
     @property
     def pool_count(self) -> int:
