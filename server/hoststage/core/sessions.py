@@ -12,7 +12,8 @@ import numpy as np
 from hoststage.core.beliefs import Beliefs
 from hoststage.core.commits import Commit
 from hoststage.core.effects import Outcome, PartSlots, ReserveResult
-from hoststage.core.loads import Load, LoadTable
+from hoststage.core.loads import Load
+from hoststage.core.loadtable import LoadTable
 from hoststage.core.prefix import Rules
 from hoststage.core.readpool import ReadPool
 from hoststage.core.slots import NO_SLOT, Slots
