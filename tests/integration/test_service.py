@@ -204,3 +204,16 @@ async def test_a_pool_that_stays_on_the_device_is_needed_by_no_prefix(service):
     got = await ask(session, ops.Load(span(keys), 5, pin=found.pin))
     assert got.outcome is ops.Outcome.READY
     assert read(session, got) == pages
+
+
+async def test_only_who_knows_its_secret_replaces_a_session(service):
+    old = await service.open(SessionRequest(stack(), worker="w", pid=7), Inbox())
+    await ask(old, ops.Reserve(span(b"", (0, 0, 5))))
+    claims = {"previous_session": old.session_id, "previous_epoch": service.boot_epoch, "worker": "w", "pid": 7}
+    await service.open(SessionRequest(stack(), previous_token=b"x" * 16, **claims), Inbox())
+    assert old.session_id in {s.session for s in service.facts().sessions}
+    held = {"previous_token": old.resume_token, "retained_bytes": 4096}
+    await service.open(SessionRequest(stack(), **held, **claims), Inbox())
+    assert old.session_id in {s.session for s in service.facts().sessions}, "it still maps something"
+    await service.open(SessionRequest(stack(), previous_token=old.resume_token, **claims), Inbox())
+    assert old.session_id not in {s.session for s in service.facts().sessions}

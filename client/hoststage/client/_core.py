@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import TypeVar
 
 from hoststage.client._link import Link, Options, Previous
@@ -115,7 +116,7 @@ class Core:
         self._retire(old)
         previous = self._previous
         retained = self.retained_bytes
-        hello = Previous(previous.session, previous.epoch, retained)
+        hello = replace(previous, retained_bytes=retained)
         try:
             link = Link.open(self.options, hello, self._push_hook, Deadline(min(deadline.left, self.options.timeout)))
         except HostStageError as error:
@@ -130,7 +131,8 @@ class Core:
     def _retire(self, link: Link) -> None:
         """Give a lost connection's memory back, before a new one is granted: what stays mapped stays allocated."""
         if link.welcome.session and link.welcome.session != self._previous.session:
-            self._previous = Previous(link.welcome.session, link.welcome.boot_epoch)
+            welcome = link.welcome
+            self._previous = Previous(welcome.session, welcome.boot_epoch, token=welcome.resume_token)
         self._kept += link.unmap()
         link.close("the connection was replaced")
 

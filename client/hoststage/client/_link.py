@@ -54,6 +54,7 @@ class Options:
             token=self.token,
             previous_session=previous.session,
             previous_epoch=previous.epoch,
+            previous_token=previous.token,
             retained_bytes=previous.retained_bytes,
             credits=self.credits,
             pid=os.getpid(),
@@ -74,11 +75,12 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Previous:
-    """The session that a new one replaces (0: none), and bytes of its arenas that views still hold."""
+    """The session that a new one replaces (0: none), its secret, and bytes of its arenas that views still hold."""
 
     session: int = 0
     epoch: bytes = b""
     retained_bytes: int = 0
+    token: bytes = b""
 
 
 class Transport(Protocol):

@@ -461,6 +461,7 @@ class Hello(_message.Message):
     RETAINED_BYTES_FIELD_NUMBER: _builtins.int
     CREDITS_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
+    PREVIOUS_TOKEN_FIELD_NUMBER: _builtins.int
     protocol_min: _builtins.int
     """Protocol versions that the client speaks, both inclusive."""
     protocol_max: _builtins.int
@@ -479,6 +480,8 @@ class Hello(_message.Message):
     """Write slots per pool granted ahead, so that a store needs no reservation first; 0: none. Capped by the daemon."""
     pid: _builtins.int
     """The client's process id in its own namespace; for display alone."""
+    previous_token: _builtins.bytes
+    """`resume_token` of the session that this one replaces: the proof that it is this client's own."""
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Features that the client has; unknown names are ignored. See docs/protocol.md."""
@@ -500,10 +503,11 @@ class Hello(_message.Message):
         retained_bytes: _builtins.int = ...,
         credits: _builtins.int = ...,
         pid: _builtins.int = ...,
+        previous_token: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stack", b"stack"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "credits", b"credits", "features", b"features", "pid", b"pid", "previous_epoch", b"previous_epoch", "previous_session", b"previous_session", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "retained_bytes", b"retained_bytes", "stack", b"stack", "token", b"token", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "credits", b"credits", "features", b"features", "pid", b"pid", "previous_epoch", b"previous_epoch", "previous_session", b"previous_session", "previous_token", b"previous_token", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "retained_bytes", b"retained_bytes", "stack", b"stack", "token", b"token", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -526,6 +530,7 @@ class Welcome(_message.Message):
     LANE_SOCKET_FIELD_NUMBER: _builtins.int
     LANE_TOKEN_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     server: _builtins.str
     boot_epoch: _builtins.bytes
@@ -535,6 +540,8 @@ class Welcome(_message.Message):
     fd_token: _builtins.bytes
     lane_socket: _builtins.str
     lane_token: _builtins.bytes
+    resume_token: _builtins.bytes
+    """Secret of this session, 16 bytes; to be shown as `Hello.previous_token` by the session that replaces it."""
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -563,10 +570,11 @@ class Welcome(_message.Message):
         lane_socket: _builtins.str = ...,
         lane_token: _builtins.bytes = ...,
         limits: Global___Limits | None = ...,
+        resume_token: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arenas", b"arenas", "boot_epoch", b"boot_epoch", "fd_socket", b"fd_socket", "fd_token", b"fd_token", "features", b"features", "findings", b"findings", "grant", b"grant", "lane_socket", b"lane_socket", "lane_token", b"lane_token", "limits", b"limits", "protocol", b"protocol", "server", b"server", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arenas", b"arenas", "boot_epoch", b"boot_epoch", "fd_socket", b"fd_socket", "fd_token", b"fd_token", "features", b"features", "findings", b"findings", "grant", b"grant", "lane_socket", b"lane_socket", "lane_token", b"lane_token", "limits", b"limits", "protocol", b"protocol", "resume_token", b"resume_token", "server", b"server", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -36,6 +36,7 @@ class SessionRequest:
     credits: int = 0
     previous_session: int = 0
     previous_epoch: bytes = b""
+    previous_token: bytes = b""
     retained_bytes: int = 0
 
 
@@ -183,6 +184,8 @@ class LiveSession(Protocol):
 
     @property
     def session_id(self) -> int: ...
+    @property
+    def resume_token(self) -> bytes: ...
     @property
     def grant(self) -> Grant: ...
     @property

@@ -137,7 +137,7 @@ class Connections:
     def forget_replaced(self, session: int) -> None:
         """Stop watching for a session that the tier has ended because its client opened another in its place."""
         connection = self._by_session.get(session)
-        if connection is None or connection.stream_open or connection.lane_write is not None:
+        if connection is None:
             return
         if not any(s.session == session and s.state != "ending" for s in self.tier.facts().sessions):
             self.finish(connection, "replaced by its own client")

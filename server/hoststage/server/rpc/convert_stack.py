@@ -211,6 +211,7 @@ def request_from_proto(m: pb.Hello) -> SessionRequest:
         credits=m.credits,
         previous_session=m.previous_session,
         previous_epoch=m.previous_epoch,
+        previous_token=m.previous_token,
         retained_bytes=m.retained_bytes,
     )
 

@@ -173,6 +173,7 @@ class HostStageServicer(pb_grpc.HostStageServicer):
             server=self._options.server,
             boot_epoch=self._tier.boot_epoch,
             session=live.session_id,
+            resume_token=live.resume_token,
             grant=grant_to_proto(live.grant),
             findings=[finding_to_proto(f) for f in live.verdict.findings],
             limits=self._options.limits(),

@@ -6,6 +6,7 @@ Implements `hoststage.server.contract.TierService`.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import itertools
 import secrets
 from concurrent.futures import Executor
@@ -166,16 +167,11 @@ class Service:
             return self._enter(session_id, request, verdict, port, space, write)
 
     def _replace_previous(self, request: SessionRequest) -> None:
-        """End the quarantined session that this client says it has left and unmapped."""
+        """End the session that this client says it has left and unmapped, where it proves that it was its own."""
         old = self._sessions.get(request.previous_session)
         if old is None or request.previous_epoch != self.boot_epoch or request.retained_bytes:
             return
-        same = (old.request.worker, old.request.client, old.request.pid) == (
-            request.worker,
-            request.client,
-            request.pid,
-        )
-        if same and old.core.state is SessionState.QUARANTINED:
+        if hmac.compare_digest(old.resume_token, request.previous_token):
             self.end(old.session_id, "replaced by its own client, which has unmapped")
 
     async def _take(self, grant: Grant, name: str, fresh: bool, holder: str, space_holder: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -59,6 +60,7 @@ class Session:
         self.core = core
         self.request = request
         self.opened_at = opened_at
+        self.resume_token = secrets.token_bytes(16)
         self.whole: dict[int, object] = {}
         self._grant = verdict.grant
         self._verdict = verdict
