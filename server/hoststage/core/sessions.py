@@ -65,7 +65,7 @@ class SpanPart:
 
 @dataclass(slots=True, eq=False)
 class SessionCore:
-    """One session's part in the core."""
+    """One session's part in the core. `copying`: copies of the daemon into its write arenas that are under way."""
 
     session: int
     namespace: NamespaceCore
@@ -78,11 +78,12 @@ class SessionCore:
     pins: dict[int, Load] = field(default_factory=dict)
     queued: deque[QueuedReserve] = field(default_factory=deque)
     read_leases: int = 0
+    copying: int = 0
 
     @property
     def idle(self) -> bool:
         """Nothing of its write arenas is in use."""
-        return all(w.table.free == w.table.size for w in self.write)
+        return not self.copying and all(w.table.free == w.table.size for w in self.write)
 
 
 class NamespaceCore:

@@ -56,6 +56,15 @@ class Tier(Writing):
         self._retry(session.namespace)
         self._settle_session(session)
 
+    def copy_began(self, session: SessionCore) -> None:
+        """The daemon copies into reserved slots of the session, whose arenas must outlast the copy, though it may end."""
+        session.copying += 1
+
+    def copy_ended(self, session: SessionCore) -> None:
+        """Such a copy has ended."""
+        session.copying -= 1
+        self._settle_session(session)
+
     # -------------------------------------------------------------- time
 
     def tick(self, now: float) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import structlog
 
 from hoststage.core import effects as fx
 from hoststage.core.findings import Grant, Verdict
@@ -32,6 +33,8 @@ from hoststage.v1 import ops
 
 if TYPE_CHECKING:
     from hoststage.server.staging.service import Service
+
+log = structlog.get_logger(__name__)
 
 InlineReply = Callable[[ops.LoadReady, list[list[memoryview]]], None]
 
@@ -420,6 +423,8 @@ class Session:
             if answer.outcome is not ops.Outcome.ACCEPTED:
                 reply(ops.CommitReply(answer.outcome, detail=answer.detail))
                 return
+            # Before anything else can happen: until the copy has ended the arenas stay, even if the session ends now.
+            self._tier.copy_began(self.core)
             self._engine.spawn(self._inline_copy(span, pages, answer.slots, request_id, reply))
 
         self.submit(ops.Reserve(span, wait_ms), request_id, reserved)
@@ -432,20 +437,39 @@ class Session:
         request_id: int,
         reply: Reply,
     ) -> None:
-        todo = []
-        for entry, given in zip(slots, pages, strict=True):
-            arena = self._write[entry.pool]
-            todo += [
-                (arena.address(slot), page)
-                for slot, page in zip(entry.slots.tolist(), given, strict=True)
-                if slot != ops.NO_SLOT
-            ]
-        await asyncio.get_running_loop().run_in_executor(self._service.executor, _copy_in, todo)
-        if self.core.state is SessionState.ACTIVE:
-            try:
-                self.submit(ops.Commit(span, slots), request_id, reply)
-            except RequestError as error:
-                reply(ops.CommitReply(ops.Outcome.CANCELLED, detail=str(error)))
+        try:
+            todo = []
+            for entry, given in zip(slots, pages, strict=True):
+                arena = self._write[entry.pool]
+                todo += [
+                    (arena.address(slot), page)
+                    for slot, page in zip(entry.slots.tolist(), given, strict=True)
+                    if slot != ops.NO_SLOT
+                ]
+            await asyncio.get_running_loop().run_in_executor(self._service.executor, _copy_in, todo)
+        finally:
+            self._tier.copy_ended(self.core)
+            self._engine.settle()
+        if self.core.state is not SessionState.ACTIVE:
+            return
+
+        def committed(answer: ops.HotReply) -> None:
+            assert isinstance(answer, ops.CommitReply)
+            if answer.outcome not in (ops.Outcome.ACCEPTED, ops.Outcome.BELIEVED_STORED):
+                # The client does not know these slots, so it cannot give them back.
+                self._abort_refused(slots)
+            reply(answer)
+
+        try:
+            self.submit(ops.Commit(span, slots), request_id, committed)
+        except RequestError as error:
+            committed(ops.CommitReply(ops.Outcome.CANCELLED, detail=str(error)))
+
+    def _abort_refused(self, slots: tuple[ops.PoolSlots, ...]) -> None:
+        try:
+            self.abort(slots)
+        except RequestError as error:
+            log.error("session.inline_slots_lost", session=self.session_id, error=str(error))
 
     # -------------------------------------------------------------- holds and memory beyond the grant
 
