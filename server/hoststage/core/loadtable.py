@@ -7,7 +7,7 @@ The load's own answer is the truth: pages that went meanwhile are intersected ov
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -18,7 +18,7 @@ from hoststage.core.effects import Effect, Fetched, LoadResult, Outcome, PartSlo
 from hoststage.core.loads import GROUP_KEYS, MISSING, WAITING, Fetch, Load, LoadPart, Plan
 from hoststage.core.prefix import Rules, restorable
 from hoststage.core.readpool import ReadPool
-from hoststage.core.slots import Slots, as_slots
+from hoststage.core.slots import NO_SLOTS, Slots, as_slots
 from hoststage.core.stack import HitPolicy
 
 
@@ -88,9 +88,9 @@ class LoadTable:
         load.needs = self.rules.needs(prefix)
 
     def _too_large(self, load: Load) -> bool:
-        wanted = Counter[int]()
+        wanted: dict[int, int] = {}
         for pool, _, count in load.needs:
-            wanted[pool] += count
+            wanted[pool] = wanted.get(pool, 0) + count
         return any(count > self.pools[pool].load_limit for pool, count in wanted.items())
 
     def _held_already(self, load: Load) -> bool:
@@ -107,9 +107,9 @@ class LoadTable:
     def _start(self, load: Load, out: list[Effect]) -> bool:
         """Lease what is there and place what is not; False, with nothing changed, where there is no room."""
         plans = [self._plan(load, *need) for need in load.needs]
-        more = Counter[int]()
+        more: dict[int, int] = {}
         for plan in plans:
-            more[plan.pool] += int(np.count_nonzero(self.pools[plan.pool].leases[plan.hits] == 0)) + plan.wanted
+            more[plan.pool] = more.get(plan.pool, 0) + self.pools[plan.pool].unleased(plan.hits) + plan.wanted
         if any(self.pools[pool].load_held + n > self.pools[pool].load_limit for pool, n in more.items()):
             return False
         # All leases come before the first eviction, which must not take a page that this load is about to use.
@@ -117,10 +117,14 @@ class LoadTable:
             self.pools[plan.pool].lease(plan.hits)
         placed: list[Slots] = []
         for plan in plans:
+            if not plan.fresh:
+                placed.append(NO_SLOTS)
+                continue
             taken = self.pools[plan.pool].place_load(plan.wanted)
             if taken is None:
                 for before, slots in zip(plans, placed, strict=False):
-                    self.pools[before.pool].unfilled(slots, load=True)
+                    if len(slots):
+                        self.pools[before.pool].unfilled(slots, load=True)
                 for leased in plans:
                     self.pools[leased.pool].release(leased.hits)
                 return False
@@ -132,12 +136,15 @@ class LoadTable:
         """Look up what a load needs in a pool."""
         index = self.pools[pool].index
         keys = load.keys[first : first + count]
-        slots = np.fromiter((index.get(k, WAITING) for k in keys), dtype=np.int64, count=count)
+        found = [index.get(k, WAITING) for k in keys]
         if load.pinned:
-            slots[:] = [load.pinned.get((pool, k), s) for k, s in zip(keys, slots.tolist(), strict=True)]
+            found = [load.pinned.get((pool, k), s) for k, s in zip(keys, found, strict=True)]
+        slots = np.array(found, dtype=np.int64)
+        if WAITING not in found:
+            return Plan(pool, first, slots, slots.astype(np.uint32), [])
         hits = slots[slots >= 0].astype(np.uint32)
         fresh: list[int] = []
-        if len(hits) < count and self.has_store:
+        if self.has_store:
             fresh = [at for at in np.flatnonzero(slots < 0).tolist() if (pool, keys[at]) not in self.fetches]
         return Plan(pool, first, slots, hits, fresh)
 
@@ -155,6 +162,8 @@ class LoadTable:
         for part_at, (plan, taken) in enumerate(zip(plans, placed, strict=True)):
             pool, first, slots = plan.pool, plan.first, plan.slots
             load.parts.append(LoadPart(pool, first, slots))
+            if len(plan.hits) == len(slots):
+                continue
             new = dict(zip(plan.fresh, taken.tolist(), strict=True))
             for at in np.flatnonzero(slots < 0).tolist():
                 key = load.keys[first + at]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -57,6 +57,12 @@ class Rules:
 
     pools: tuple[PoolRule, ...]
     anchor: int
+    windowed: bool = field(init=False)
+    """Whether some pool needs less than every page of a prefix, or only whole groups."""
+
+    def __post_init__(self) -> None:
+        every = all(rule.policy is HitPolicy.ALL_PAGES for rule in self.pools if rule.on_host)
+        object.__setattr__(self, "windowed", not every)
 
     def needs(self, prefix: int) -> list[tuple[int, int, int]]:
         """Return `(pool, first, count)` of the pages that a prefix of that many pages needs, in every pool with host pages."""
@@ -114,6 +120,20 @@ def agreed(rules: Rules, present: Sequence[Present]) -> list[NDArray[np.bool_]]:
     return out
 
 
+def _common_prefix(rules: Rules, present: Sequence[Present], n: int) -> int:
+    """Return how many keys from the front every pool has, sidecars with their source's commit."""
+    end = n
+    for rule, pages in zip(rules.pools, present, strict=True):
+        if not rule.on_host:
+            continue
+        if None in pages:
+            end = min(end, list(pages).index(None))
+        if rule.source >= 0:
+            source = present[rule.source]
+            end = next((i for i in range(end) if pages[i] != source[i]), end)
+    return end
+
+
 def restorable(rules: Rules, present: Sequence[Present]) -> list[tuple[int, int]]:
     """Return every restorable prefix length as inclusive runs `(first, last)`, ascending.
 
@@ -123,6 +143,9 @@ def restorable(rules: Rules, present: Sequence[Present]) -> list[tuple[int, int]
     n = len(present[0]) if present else 0
     if n == 0:
         return []
+    if not rules.windowed:
+        end = _common_prefix(rules, present, n)
+        return [(1, end)] if end else []
     at = np.arange(n)
     ok = np.ones(n, dtype=np.bool_)
     for rule, there in zip(rules.pools, agreed(rules, present), strict=True):

@@ -7,12 +7,13 @@ loads can make a load of one window wait, and loads cannot stop publishing for g
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from hoststage.core.slots import SlotError, Slots, SlotState, SlotTable, as_slots
+from hoststage.core.slots import SMALL, SlotError, Slots, SlotState, SlotTable, as_slots
 
 
 class ReadPool:
@@ -23,6 +24,8 @@ class ReadPool:
     """
 
     __slots__ = (
+        "_last_used",
+        "_leases",
         "_tick",
         "_victims",
         "commits",
@@ -50,10 +53,12 @@ class ReadPool:
         self.index: dict[bytes, int] = {}
         self.keys: list[bytes | None] = [None] * size
         self.commits: list[bytes] = [b""] * size
-        self.leases = np.zeros(size, dtype=np.int32)
+        self._leases = array("i", bytes(4 * size))
+        self.leases = np.frombuffer(self._leases, dtype=np.int32)
         self.draining = np.zeros(size, dtype=np.bool_)
         self.published = np.zeros(size, dtype=np.bool_)
-        self.last_used = np.zeros(size, dtype=np.int64)
+        self._last_used = array("q", bytes(8 * size))
+        self.last_used = np.frombuffer(self._last_used, dtype=np.int64)
         self.published_held = 0
         self.load_held = 0
         self.evictions = 0
@@ -88,16 +93,34 @@ class ReadPool:
 
     def lease(self, slots: Slots) -> None:
         """Lease pages that are there (each named once)."""
+        self._tick += 1
+        if len(slots) <= SMALL:
+            leases, used = self._leases, self._last_used
+            for slot in slots.tolist():
+                if leases[slot] == 0:
+                    self.table.move_one(slot, SlotState.RESIDENT, SlotState.READY)
+                    self.load_held += 1
+                leases[slot] += 1
+                used[slot] = self._tick
+            return
         fresh = slots[self.leases[slots] == 0]
         if len(fresh):
             self.table.move(fresh, SlotState.RESIDENT, SlotState.READY)
             self.load_held += len(fresh)
         self.leases[slots] += 1
-        self._tick += 1
         self.last_used[slots] = self._tick
+
+    def unleased(self, slots: Slots) -> int:
+        """Return how many of these nobody leases."""
+        if len(slots) <= SMALL:
+            return sum(self._leases[slot] == 0 for slot in slots.tolist())
+        return int(np.count_nonzero(self.leases[slots] == 0))
 
     def release(self, slots: Slots) -> None:
         """Give leases up. A page that nobody leases stays if it is kept and still the one under its key, else its slot is free."""
+        if len(slots) <= SMALL:
+            self._release_few(slots.tolist())
+            return
         self.leases[slots] -= 1
         done = slots[self.leases[slots] == 0]
         if len(done) == 0:
@@ -108,6 +131,22 @@ class ReadPool:
         self.last_used[done] = self._tick
         self.table.move(done, SlotState.READY, SlotState.RESIDENT)
         self._settle(done)
+
+    def _release_few(self, slots: list[int]) -> None:
+        leases = self._leases
+        done = []
+        for slot in slots:
+            leases[slot] -= 1
+            if leases[slot] == 0:
+                done.append(slot)
+        if not done:
+            return
+        self._tick += 1
+        for slot in done:
+            self.load_held -= 1
+            self._last_used[slot] = self._tick
+            self.table.move_one(slot, SlotState.READY, SlotState.RESIDENT)
+        self._discard([s for s in done if not self.draining[s] and not (self.keep and self._indexed(s))])
 
     def _settle(self, slots: Slots) -> None:
         """Free those RESIDENT slots that have no reason to stay."""

@@ -6,6 +6,7 @@ a reference from before is refused. Batches are numpy index arrays; a batch is c
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from enum import IntEnum
 from typing import TypeAlias
@@ -16,6 +17,8 @@ from numpy.typing import NDArray
 Slots: TypeAlias = NDArray[np.uint32]
 
 NO_SLOT = 0xFFFFFFFF
+SMALL = 12
+"""Batches up to this size are handled item by item: numpy's fixed cost a call is larger than that."""
 
 
 class SlotState(IntEnum):
@@ -43,12 +46,15 @@ class SlotError(Exception):
 class SlotTable:
     """States and generations of `size` slots. All changes go through `take`, `move` and `release`."""
 
-    __slots__ = ("_free", "counts", "generation", "size", "state")
+    __slots__ = ("_free", "_generation", "_state", "counts", "generation", "size", "state")
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.state = np.zeros(size, dtype=np.uint8)
-        self.generation = np.zeros(size, dtype=np.uint32)
+        # The same bytes twice: as numpy arrays for batches, and in forms whose single items are cheap for small ones.
+        self._state = bytearray(size)
+        self._generation = array("I", bytes(4 * size))
+        self.state = np.frombuffer(self._state, dtype=np.uint8)
+        self.generation = np.frombuffer(self._generation, dtype=np.uint32)
         self.counts = [0] * len(SlotState)
         self.counts[SlotState.FREE] = size
         # Lowest slots first, so that a small working set stays on few pages of memory.
@@ -69,8 +75,13 @@ class SlotTable:
         del self._free[-n:]
         taken.reverse()
         slots = np.array(taken, dtype=np.uint32)
-        self.state[slots] = state
-        self.generation[slots] += np.uint32(1)
+        if n <= SMALL:
+            for slot in taken:
+                self._state[slot] = state
+                self._generation[slot] = (self._generation[slot] + 1) & 0xFFFFFFFF
+        else:
+            self.state[slots] = state
+            self.generation[slots] += np.uint32(1)
         self.counts[SlotState.FREE] -= n
         self.counts[state] += n
         return slots
@@ -101,13 +112,30 @@ class SlotTable:
 
     def move(self, slots: Slots, before: SlotState, after: SlotState) -> None:
         """Move slots from one state to another. Raises `SlotError` where one is not in `before`."""
-        if len(slots) == 0:
+        n = len(slots)
+        if n == 0:
             return
-        if (self.state[slots] != before).any():
-            raise SlotError(f"not every slot of {slots.tolist()} is {before.name}")
-        self.state[slots] = after
+        if n <= SMALL:
+            states, named = self._state, slots.tolist()
+            for slot in named:
+                if states[slot] != before:
+                    raise SlotError(f"not every slot of {named} is {before.name}")
+            for slot in named:
+                states[slot] = after
+        else:
+            if (self.state[slots] != before).any():
+                raise SlotError(f"not every slot of {slots.tolist()} is {before.name}")
+            self.state[slots] = after
         self.counts[before] -= len(slots)
         self.counts[after] += len(slots)
+
+    def move_one(self, slot: int, before: SlotState, after: SlotState) -> None:
+        """Move a single slot. Raises `SlotError` where it is not in `before`."""
+        if self._state[slot] != before:
+            raise SlotError(f"slot {slot} is not {before.name}")
+        self._state[slot] = after
+        self.counts[before] -= 1
+        self.counts[after] += 1
 
     def release(self, slots: Slots, before: SlotState) -> None:
         """Free slots that are in state `before`."""
@@ -137,3 +165,7 @@ class SlotTable:
 def as_slots(values: Iterable[int]) -> Slots:
     """Return an index array of slots."""
     return np.fromiter(values, dtype=np.uint32)
+
+
+NO_SLOTS = as_slots(())
+"""An index array of no slots; never written to."""
