@@ -329,6 +329,12 @@ CASES = [
         right_node=node(16 * PAGE),
     ),
     Case(
+        "RETRACTION_PATH",
+        "bytes in messages",
+        replace(holding(64), paths=(PayloadPath.INLINE, PayloadPath.SHM)),
+        replace(holding(64), paths=(PayloadPath.SHM, PayloadPath.INLINE)),
+    ),
+    Case(
         "RETRACTION_MAMBA",
         "recurrent state",
         stack(KV, MAMBA, retraction=HOLDS, largest_request_tokens=64),

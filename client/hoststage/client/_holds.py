@@ -21,7 +21,8 @@ class HoldBatch:
     `views[pool]` has one writable page for each page asked for. As a context manager it discards the hold where it was not sealed.
     """
 
-    def __init__(self, core: Core, link: Link, name: pb.HoldId, reply: pb.HoldReply) -> None:
+    def __init__(self, core: Core, link: Link, name: pb.HoldId, reply: pb.HoldReply, *, durable: bool = False) -> None:
+        self.durable = durable
         self.outcome = Outcome(reply.outcome)
         self.detail = reply.detail
         self.sealed = False
@@ -34,10 +35,16 @@ class HoldBatch:
         return self.outcome is Outcome.ACCEPTED
 
     def seal(self, note: bytes = b"", timeout: float | None = None) -> None:
-        """Say that the pages are written. `note`: at most 64 KiB that `restore` gives back. Raises `RequestRejected`."""
+        """Say that the pages are written. `note`: at most 64 KiB that `restore` gives back.
+
+        A durable hold is in the store when this returns, and its slots, with `views`, are given back. Raises `RequestRejected`, for a durable one with
+        the reason HOLD_STORE_FULL or HOLD_STORE_FAILED where it is not stored: seal again, or discard it.
+        """
         message = pb.ClientMessage(seal_hold=pb.SealHold(id=self._name, note=note))
         self._link.call(message, pb.Done, self._core.deadline(timeout))
         self.sealed = True
+        if self.durable:
+            self.views = {}
 
     def discard(self) -> None:
         """Give the slots back; nobody is told whether they were there."""
@@ -56,7 +63,11 @@ class HoldBatch:
 
 
 class RestoredHold:
-    """Pages of a hold; falsy where there is none of that name. `discard` it, or `release` what was taken over, after use."""
+    """Pages of a hold; falsy where there is none, `outcome` and `detail` say why. `discard` it after use.
+
+    `views[pool]`: the pages, in the session's own slots, or read-only in leased ones where a durable hold came from the store
+    (`taken_over`). `release` gives those leases up and leaves the hold where it is, for a retry or another worker.
+    """
 
     def __init__(self, core: Core, link: Link, name: pb.HoldId, reply: pb.RestoreReply) -> None:
         self.outcome = Outcome(reply.outcome)
@@ -72,6 +83,11 @@ class RestoredHold:
     def __bool__(self) -> bool:
         return self.outcome is Outcome.READY
 
+    @property
+    def taken_over(self) -> bool:
+        """Whether the pages are leased in the read arena, and not yet released."""
+        return bool(self._load_id)
+
     def discard(self) -> None:
         """Free the hold."""
         self.views = {}
@@ -80,9 +96,10 @@ class RestoredHold:
             self._link.post(pb.ClientMessage(discard=pb.Discard(id=self._name)))
 
     def release(self) -> None:
-        """Give up the leases of pages that were taken over from another worker; safe to repeat."""
+        """Give up the leases of pages that came from the store; safe to repeat."""
         load_id, self._load_id = self._load_id, 0
         if load_id:
+            self.views = {}
             self._link.post(Release((load_id,)))
 
 
@@ -118,7 +135,7 @@ def hold(
             link.post(pb.ClientMessage(discard=pb.Discard(id=name)))
 
     reply = link.call(pb.ClientMessage(hold=message), pb.HoldReply, deadline, give_back)
-    return HoldBatch(core, link, name, reply)
+    return HoldBatch(core, link, name, reply, durable=durable)
 
 
 def restore(core: Core, name: pb.HoldId, deadline: Deadline) -> RestoredHold:
@@ -131,5 +148,7 @@ def restore(core: Core, name: pb.HoldId, deadline: Deadline) -> RestoredHold:
 def _shared(core: Core, deadline: Deadline) -> Link:
     link = core.ready(deadline)
     if link.lane is None:
-        raise StackError("path", "inline", "holds live in shared memory: they need the shm path")
+        raise StackError(
+            "path", "inline", "holds live in shared memory: connect over the shm path, or keep CPU tensors"
+        )
     return link

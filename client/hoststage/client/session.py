@@ -296,12 +296,14 @@ class Session:
         """Ask for hold slots for a retracted request: `counts[pool]` pages. Write `views`, then `seal`.
 
         owner_token: a secret of 1 to 64 bytes; whoever knows it may restore. attempt: raised at each retraction, so that a new one never meets old pages.
+        durable: kept in the store from its seal on, for `ttl_seconds` (0: as long as the daemon thinks right), whoever dies meanwhile; any session
+        of the namespace may restore it. Otherwise the hold ends with this session. Every pool that the request lives in must be held.
         """
         name = _holds.hold_id(owner_token, request, attempt)
         return _holds.hold(self._core, name, counts, durable, ttl_seconds, self._core.deadline(timeout))
 
     def restore(self, owner_token: bytes, request: str, attempt: int, *, timeout: float | None = None) -> RestoredHold:
-        """Find a sealed hold; falsy where there is none."""
+        """Find a sealed hold: one of this session, or a durable one; falsy where there is none. It stays until it is discarded."""
         name = _holds.hold_id(owner_token, request, attempt)
         return _holds.restore(self._core, name, self._core.deadline(timeout))
 

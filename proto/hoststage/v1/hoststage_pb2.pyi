@@ -1262,8 +1262,9 @@ class Hold(_message.Message):
     DURABLE_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
     durable: _builtins.bool
-    """Kept in the store, outlives the session, expires after `ttl_ms`."""
+    """Kept in the store from its seal on; outlives session and daemon, expires after `ttl_ms`."""
     ttl_ms: _builtins.int
+    """0: as long as the daemon thinks right."""
     @_builtins.property
     def id(self) -> Global___HoldId: ...
     @_builtins.property
@@ -1294,7 +1295,7 @@ class HoldReply(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     outcome: Global___Outcome.ValueType
-    """ACCEPTED, POOL_FULL or OVERSIZE."""
+    """ACCEPTED, POOL_FULL, OVERSIZE or DRAINING."""
     detail: _builtins.str
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolSlots]: ...
@@ -1315,7 +1316,9 @@ Global___HoldReply: _TypeAlias = HoldReply  # noqa: Y015
 
 @_typing.final
 class SealHold(_message.Message):
-    """The pages of the hold are written."""
+    """The pages of the hold are written. Done for a durable hold says that the store has acknowledged all of it, and that its slots are given
+    back; an Error says that nothing of it is stored, and that its slots are still held.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1370,9 +1373,9 @@ class RestoreReply(_message.Message):
     LOAD_ID_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     outcome: Global___Outcome.ValueType
-    """READY or MISS."""
+    """READY, MISS, STORE_FAILED, CANCELLED or QUOTA; OVERSIZE or POOL_FULL where it fits neither the read arena nor free hold slots."""
     arena: _stack_pb2.ArenaKind.ValueType
-    """WRITE: the session's own slots. READ: leased in the read arena (taken over from another worker)."""
+    """WRITE: the session's own slots. READ: leased in the read arena (a durable hold, from the store)."""
     note: _builtins.bytes
     load_id: _builtins.int
     """For READ: to be released like a load."""
@@ -1399,6 +1402,8 @@ Global___RestoreReply: _TypeAlias = RestoreReply  # noqa: Y015
 
 @_typing.final
 class Discard(_message.Message):
+    """Error NOT_FOUND where there is no such hold. A durable one is deleted from the store as well."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ID_FIELD_NUMBER: _builtins.int

@@ -65,6 +65,10 @@ class Tier(Writing):
         session.copying -= 1
         self._settle_session(session)
 
+    def hold_io_ended(self, session: SessionCore) -> None:
+        """The I/O of one of its holds has ended: a session that is gone may have waited for it."""
+        self._settle_session(session)
+
     # -------------------------------------------------------------- time
 
     def tick(self, now: float) -> None:

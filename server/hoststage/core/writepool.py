@@ -57,6 +57,18 @@ class WritePool:
         self.table.release(slots, SlotState.HELD)
         self.held -= len(slots)
 
+    def begin_hold_io(self, slots: Slots) -> None:
+        """The daemon reads or fills the slots of a hold: they are nobody else's until `end_hold_io`, whatever becomes of the owner."""
+        self.table.move(slots, SlotState.HELD, SlotState.DRAINING)
+
+    def end_hold_io(self, slots: Slots, *, keep: bool) -> None:
+        """The I/O has ended: the slots are the hold's again (`keep`), or free."""
+        if keep:
+            self.table.move(slots, SlotState.DRAINING, SlotState.HELD)
+        else:
+            self.table.release(slots, SlotState.DRAINING)
+            self.held -= len(slots)
+
     def abort(self, slots: Slots, generations: Slots) -> None:
         """Free reserved slots. Raises `SlotError` where the reference is stale."""
         self.table.check(slots, generations, SlotState.RESERVED)
@@ -71,14 +83,15 @@ class WritePool:
     def owner_gone(self) -> int:
         """The owner cannot write any more: free all that it alone held; return how many slots.
 
-        What it committed is the tier's to finish.
+        What it committed is the tier's to finish, and a hold under I/O is the hold table's.
         """
         freed = 0
         for state in _GONE:
             slots = self.table.in_state(state)
             self.table.release(slots, state)
             freed += len(slots)
-        self.held = 0
+            if state is SlotState.HELD:
+                self.held -= len(slots)
         return freed
 
     @property

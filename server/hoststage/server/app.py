@@ -31,6 +31,7 @@ from hoststage.server.rpc.fdsocket import FdSocketServer
 from hoststage.server.rpc.lane import lane_factory
 from hoststage.server.rpc.peers import PeerPolicy
 from hoststage.server.rpc.servicer import HostStageServicer, WireOptions
+from hoststage.server.staging.durable import HoldOptions
 from hoststage.server.staging.service import Service, ServiceOptions
 from hoststage.server.store.base import BreakerState, Store
 from hoststage.server.store.breaker import BreakerOptions, BreakerStore
@@ -104,6 +105,13 @@ def _store_options(settings: Settings) -> StoreOptions:
     )
 
 
+def _hold_identity(settings: Settings) -> str:
+    """What names this daemon's index of durable holds: a local store has one daemon, wherever it is mounted."""
+    if settings.store.url.startswith("file:"):
+        return "embedded"
+    return f"{socket.gethostname()} {settings.listen.socket}"
+
+
 @dataclass(slots=True)
 class _Stop:
     """How the daemon was asked to stop. `fatal`: why it had to."""
@@ -165,6 +173,7 @@ class Daemon:
         self._supervisor = Supervisor(stop.die)
         stack.push_async_callback(self._supervisor.stop)
         self._supervisor.run("tick", self._service.engine.ticking)
+        self._supervisor.run("holds", self._service.holds.durable.sweeping)
         auth = settings.auth
         policy = PeerPolicy(frozenset(auth.allow_uids), frozenset(auth.allow_gids), bool(wire.token))
         limits = InlineLimits(settings.staging.max_inline, 2 * settings.staging.max_inline)
@@ -226,6 +235,7 @@ class Daemon:
             pinned="mlock" if settings.memory.lock and lockable else ("none" if limits.swap_bytes else "resident"),
             pin_problem="" if lockable else f"RLIMIT_MEMLOCK is {limits.memlock_bytes} bytes",
             memlock_bytes=limits.memlock_bytes,
+            holds=HoldOptions(s.hold_ttl, s.max_hold_ttl, s.max_durable_holds, _hold_identity(settings)),
         )
         return Service(options, self._store, pool, executor)
 

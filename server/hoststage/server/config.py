@@ -129,6 +129,9 @@ class Staging(Section):
         2 << 30, ge=1 << 20, description="payload in messages held for a session; twice that for all"
     )
     max_open_requests: int = Field(4096, ge=1, description="requests without an answer, for each session")
+    hold_ttl: Span = Field(600.0, description="life of a durable hold that names none")
+    max_hold_ttl: Span = Field(86400.0, description="longest life of a durable hold")
+    max_durable_holds: int = Field(4096, ge=1, description="durable holds of this daemon at once")
 
 
 class Auth(Section):

@@ -167,6 +167,18 @@ class PoolFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class HoldFacts:
+    """Holds, for operators and metrics. `moving`: on their way between slots and store. `slots`: promised for holds at handshakes."""
+
+    ordinary: int = 0
+    durable: int = 0
+    moving: int = 0
+    durable_pages: int = 0
+    slots_held: int = 0
+    slots: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class TierFacts:
     """Counters and gauges of the tier, for the metrics. Counters only grow. Keys of `counters`: (name, label value)."""
 
@@ -177,6 +189,7 @@ class TierFacts:
     counters: dict[tuple[str, str], int] = field(default_factory=dict)
     undrainable_commits: int = 0
     problems: tuple[str, ...] = ()
+    holds: HoldFacts = HoldFacts()
 
 
 class LiveSession(Protocol):

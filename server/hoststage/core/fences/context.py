@@ -9,7 +9,7 @@ from enum import Enum
 from hoststage.core.findings import Finding, NodeFacts, RefusalKind, Severity
 from hoststage.core.sizing import Sizing
 from hoststage.core.spans import source_of
-from hoststage.core.stack import Mode, Pool, PoolKind, Retraction, Stack, ceil_div
+from hoststage.core.stack import Mode, PayloadPath, Pool, PoolKind, Retraction, Stack, ceil_div
 
 RETRACTION_SUBJECT = "retraction"
 """Subject of every finding about retraction: such a refusal takes the holds away, not the session (unless required)."""
@@ -133,3 +133,8 @@ def listed(names: Iterable[str], most: int = 8) -> str:
     every = list(names)
     shown = ", ".join(every[:most])
     return shown if len(every) <= most else f"{shown} and {len(every) - most} more"
+
+
+def granted_path(ctx: Context) -> PayloadPath:
+    """Return the first path in the client's order that the daemon offers; `PROTOCOL` has refused a stack without any."""
+    return next((p for p in ctx.stack.paths if p in ctx.facts.paths), PayloadPath.INLINE)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hoststage.core.fences.context import RETRACTION_SUBJECT, Context, Report, at_least, in_words, listed
+from hoststage.core.fences.context import RETRACTION_SUBJECT, Context, Report, at_least, granted_path, in_words, listed
 from hoststage.core.fences.geometry import smaller_sidecars
 from hoststage.core.findings import Finding, RefusalKind
 from hoststage.core.spans import held_requests
-from hoststage.core.stack import PoolKind
+from hoststage.core.stack import PayloadPath, PoolKind
 
 FALLBACK = "use CPU-tensor backup (--disaggregation-decode-retraction-backup cpu_tensor)"
 
@@ -19,6 +19,24 @@ FALLBACK = "use CPU-tensor backup (--disaggregation-decode-retraction-backup cpu
 def pure_swa(ctx: Context) -> bool:
     """Whether the stack has window pools and no full-attention pool."""
     return bool(ctx.swa_pools) and not ctx.stack.of_kind(PoolKind.KV)
+
+
+def retraction_path(ctx: Context) -> Iterator[Finding]:
+    """Holds are written and read in place, in memory that the client maps.
+
+    Bytes in messages are refused rather than served: a whole request would cross the stream twice to be parked on the
+    other side of it, where the worker's own CPU tensors cost one copy and no message.
+    """
+    path = granted_path(ctx)
+    if path is PayloadPath.INLINE:
+        yield Report("RETRACTION_PATH", ctx.mode).refused(
+            RETRACTION_SUBJECT,
+            "Holds live in shared memory, and the payload path of this session is inline: it could neither fill nor "
+            "read them.",
+            f"Use the path shm (the daemon's sockets and this client on one host). Or {FALLBACK}.",
+            RefusalKind.FAILED_PRECONDITION,
+            path=path.value,
+        )
 
 
 def retraction_mamba(ctx: Context) -> Iterator[Finding]:

@@ -73,6 +73,7 @@ RULES: tuple[Rule, ...] = (
         staging.pool_too_small,
     ),
     Rule("BUDGET", Applies.EACH_MODE, "The grant fits the node's budget.", node.budget),
+    Rule("RETRACTION_PATH", Applies.RETRACTION, "Memory that the client maps.", retraction.retraction_path),
     Rule("RETRACTION_MAMBA", Applies.RETRACTION, "No recurrent state to be held.", retraction.retraction_mamba),
     Rule(
         "RETRACTION_PURE_SWA",

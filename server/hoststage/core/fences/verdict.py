@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hoststage.core.fences.context import RETRACTION_SUBJECT, Applies, Context, ProtocolRanges
+from hoststage.core.fences.context import RETRACTION_SUBJECT, Applies, Context, ProtocolRanges, granted_path
 from hoststage.core.fences.retraction import pure_swa
 from hoststage.core.fences.table import RULES
 from hoststage.core.findings import Finding, Grant, NodeFacts, Severity, Verdict
 from hoststage.core.sizing import Sizing, size_pools
-from hoststage.core.stack import Mode, PayloadPath, Retraction, Stack, WritePolicy, namespace_of
+from hoststage.core.stack import Mode, Retraction, Stack, WritePolicy, namespace_of
 
 
 def evaluate(stack: Stack, facts: NodeFacts, protocol: ProtocolRanges | None = None) -> Verdict:
@@ -74,15 +74,10 @@ def _grant(ctx: Context, findings: tuple[Finding, ...]) -> Grant | None:
         policy = WritePolicy.WRITE_THROUGH
     return Grant(
         mode=ctx.mode,
-        path=_path(ctx),
+        path=granted_path(ctx),
         retraction=granted,
         window_only_holds=granted is Retraction.HOST_POOL and pure_swa(ctx),
         pools=tuple(p.grant for p in sizing.pools),
         namespace=namespace_of(ctx.stack),
         write_policy=policy,
     )
-
-
-def _path(ctx: Context) -> PayloadPath:
-    """The first path in the client's order that the daemon offers; `PROTOCOL` has refused a stack without any."""
-    return next((p for p in ctx.stack.paths if p in ctx.facts.paths), PayloadPath.INLINE)

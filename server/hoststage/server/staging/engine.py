@@ -16,6 +16,7 @@ from hoststage.core.commits import Commit, CommitPage
 from hoststage.core.loads import GROUP_KEYS, Fetch
 from hoststage.core.tier import Tier
 from hoststage.server.staging.arenas import PoolArena
+from hoststage.server.staging.hold_records import hold_space, is_hold_key, store_key
 from hoststage.server.store.base import PageRead, PageWrite, ReadOutcome, Store, WriteOutcome
 from hoststage.shm.copy import copy_pages
 
@@ -196,13 +197,16 @@ class Engine:
         try:
             if self.store is not None:
                 arenas = self.read_arenas[namespace]
+                # The fetches of one load are of one kind: content, or the pages of a hold, which have a namespace of their own.
+                held = is_hold_key(fetches[0].key)
                 reads = []
                 for f in fetches:
                     arena = arenas[f.pool]
+                    key = store_key(f.key) if held else f.key
                     reads.append(
-                        PageRead(arena.rule.name, f.key, arena.view(f.slot), arena.address(f.slot), arena.rule.stride)
+                        PageRead(arena.rule.name, key, arena.view(f.slot), arena.address(f.slot), arena.rule.stride)
                     )
-                results = await self.store.read_into(namespace, reads)
+                results = await self.store.read_into(hold_space(namespace) if held else namespace, reads)
                 outcomes = [(f, _READ[r.outcome], r.commit_id) for f, r in zip(fetches, results, strict=True)]
         finally:
             space = self.tier.namespaces[namespace]

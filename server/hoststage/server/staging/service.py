@@ -40,6 +40,7 @@ from hoststage.server.contract import (
 from hoststage.server.memory.arena import Arena, ArenaKind
 from hoststage.server.memory.pool import ArenaPool
 from hoststage.server.staging.arenas import ArenaMaker, PoolArena
+from hoststage.server.staging.durable import HoldOptions
 from hoststage.server.staging.engine import Engine
 from hoststage.server.staging.holds import Holds
 from hoststage.server.staging.session import Session
@@ -61,6 +62,7 @@ class ServiceOptions:
     pin_problem: str = ""
     memlock_bytes: int = 0
     cuda: bool = False
+    holds: HoldOptions = field(default_factory=HoldOptions)
 
 
 @dataclass(slots=True)
@@ -83,10 +85,10 @@ class Service:
     def __init__(self, options: ServiceOptions, store: Store | None, pool: ArenaPool, executor: Executor) -> None:
         self.options = options
         self.executor = executor
-        self.holds = Holds()
         self.ledger = Ledger(options.budget_bytes)
         self.tier = Tier(secrets.token_bytes(8), options.limits, options.drains)
         self.engine = Engine(self.tier, store, executor, self._session_over)
+        self.holds = Holds(self.engine, options.holds)
         self._store = store
         self._maker = ArenaMaker(pool, executor)
         self._arena_pool = pool
@@ -302,13 +304,14 @@ class Service:
         if session is not None and session.core.state is SessionState.ACTIVE:
             log.warning("session.quarantined", session=session_id, reason=reason)
             self.tier.quarantine(session.core)
+            self.holds.interrupted(session_id)
             self.engine.settle()
 
     def end(self, session_id: int, reason: str) -> None:
         session = self._sessions.get(session_id)
         if session is not None and session.core.state is not SessionState.ENDING:
             log.info("session.ended", session=session_id, reason=reason, open_commits=len(session.core.commits))
-            self.holds.table.session_gone(session_id)
+            self.holds.session_gone(session_id)
             self.engine.listeners.pop(session_id, None)
             self.tier.end(session.core)
             self.engine.settle()
@@ -408,12 +411,13 @@ class Service:
             for beliefs, read in zip(space.core.beliefs, space.core.pools, strict=True):
                 resident += read.drop(list(read.index))
                 beliefs.clear()
-        stored = await self._store.clear(namespace) if self._store is not None else 0
+        held = await self.holds.durable.clear(namespace)
+        stored = held + (await self._store.clear(namespace) if self._store is not None else 0)
         return resident, stored
 
     def facts(self) -> TierFacts:
         now = self.engine.now()
-        counters = dict(self.tier.counters)
+        counters = {**self.tier.counters, **self.holds.counters()}
         counters["daemon_copies", ""] = self.engine.daemon_copies
         counters["single_flight_joins", ""] = sum(s.core.loads.single_flight_joins for s in self._namespaces.values())
         counters["evictions", ""] = sum(p.evictions for s in self._namespaces.values() for p in s.core.pools)
@@ -427,6 +431,7 @@ class Service:
             counters,
             waiting,
             problems,
+            self.holds.facts(),
         )
 
     def _session_facts(self, session: Session, now: float) -> SessionFacts:

@@ -358,6 +358,8 @@ class Session:
         )
 
     def load_result(self, result: fx.LoadResult) -> None:
+        if self._service.holds.load_result(result):
+            return
         message = ops.LoadReady(
             result.load_id,
             ops.Outcome(result.outcome),
@@ -475,19 +477,19 @@ class Session:
 
     async def hold(self, key: HoldKey, ranges: Sequence[ops.PoolRange], durable: bool, ttl_ms: int) -> ops.ReserveReply:
         self._check_active()
-        return self._service.holds.hold(self.core, key, ranges, durable, self._grant)
+        return await self._service.holds.hold(self.core, key, ranges, durable, ttl_ms, self._grant)
 
     async def seal_hold(self, key: HoldKey, note: bytes) -> None:
         self._check_active()
-        self._service.holds.seal(self.core, key, note)
+        await self._service.holds.seal(self.core, key, note, self._grant)
 
     async def restore(self, key: HoldKey) -> RestoredHold:
         self._check_active()
-        return self._service.holds.restore(self.core, key)
+        return await self._service.holds.restore(self.core, key, self._grant)
 
     async def discard(self, key: HoldKey) -> None:
         self._check_active()
-        self._service.holds.discard(self.core, key)
+        await self._service.holds.discard(self.core, key, self._grant)
 
     async def lease_arena(self, name: str, size: int) -> tuple[ArenaFacts, list[ArenaDescriptor]]:
         self._check_active()

@@ -85,6 +85,7 @@ class HttpPort:
                 "granted_bytes": facts.granted_bytes,
                 "sessions": [asdict(s) for s in facts.sessions],
                 "pools": [asdict(p) for p in facts.pools],
+                "holds": asdict(facts.holds),
                 "counters": counters,
                 "store": stats,
             }

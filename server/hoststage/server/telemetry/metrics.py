@@ -30,6 +30,10 @@ _COUNTERS = {
     "quarantined_slots": ("hoststage_quarantined_slots", "Write slots that went into quarantine", ""),
     "daemon_copies": ("hoststage_page_copies", "Pages that the daemon copied", ""),
     "single_flight_joins": ("hoststage_single_flight_joins", "Page loads that joined a fetch under way", ""),
+    "hold": ("hoststage_hold_requests", "Requests for hold slots by outcome", "outcome"),
+    "hold_seal": ("hoststage_hold_seals", "Holds sealed, or not, by outcome", "outcome"),
+    "hold_restore": ("hoststage_hold_restores", "Restores of holds by outcome", "outcome"),
+    "hold_ended": ("hoststage_holds_ended", "Holds by how they ended", "reason"),
     "evictions": ("hoststage_evicted_pages", "Resident pages evicted", ""),
 }
 _STORE_COUNTERS = (
@@ -69,6 +73,7 @@ class TierCollector(Collector):
         yield _gauge("hoststage_undrainable_commits", "Commits being retried", facts.undrainable_commits)
         yield from self._sessions(facts)
         yield from self._slots(facts)
+        yield from self._holds(facts)
         yield from self._counters(facts)
         if self._store is not None:
             yield from _store_metrics(self._store.stats())
@@ -108,6 +113,16 @@ class TierCollector(Collector):
         for pool, n in by_pool.items():
             reserve.add_metric([pool], n)
         yield from (slots, pinned, reserve)
+
+    @staticmethod
+    def _holds(facts: TierFacts) -> Iterable[Metric]:
+        holds = GaugeMetricFamily("hoststage_holds", "Holds by kind", labels=["kind"])
+        holds.add_metric(["ordinary"], facts.holds.ordinary)
+        holds.add_metric(["durable"], facts.holds.durable)
+        slots = GaugeMetricFamily("hoststage_hold_slots", "Slots promised for holds", labels=["state"])
+        slots.add_metric(["held"], facts.holds.slots_held)
+        slots.add_metric(["free"], facts.holds.slots - facts.holds.slots_held)
+        yield from (holds, slots)
 
     @staticmethod
     def _counters(facts: TierFacts) -> Iterable[Metric]:
