@@ -217,3 +217,25 @@ async def test_only_who_knows_its_secret_replaces_a_session(service):
     assert old.session_id in {s.session for s in service.facts().sessions}, "it still maps something"
     await service.open(SessionRequest(stack(), previous_token=old.resume_token, **claims), Inbox())
     assert old.session_id not in {s.session for s in service.facts().sessions}
+
+
+@pytest.mark.parametrize(("beliefs", "written"), [(1000, 8), (0, 16)])
+async def test_beliefs_spare_the_writes_of_what_another_session_stored(beliefs, written):
+    executor = ThreadPoolExecutor(4)
+    store_in_memory = MemoryStore()
+    options = ServiceOptions(64 << 20, beliefs_per_pool=beliefs)
+    service = Service(options, store_in_memory, ArenaPool(MemoryPolicy(lock=False)), executor)
+    keys, pages = keys_of(8), {0: [os.urandom(PAGE) for _ in range(8)]}
+    for expected in (ops.Outcome.ACCEPTED, ops.Outcome.BELIEVED_STORED if beliefs else ops.Outcome.ACCEPTED):
+        inbox = Inbox()
+        session = await service.open(SessionRequest(stack()), inbox)
+        granted = await ask(session, ops.Reserve(span(keys, (0, 0, 8))))
+        assert granted.outcome is expected
+        if granted.slots:
+            for slot, page in zip(granted.slots[0].slots.tolist(), pages[0], strict=True):
+                session._write[0].view(slot)[:] = page
+            await ask(session, ops.Commit(span(keys, (0, 0, 8)), granted.slots))
+            await inbox.wait_for(ops.Stored)
+    assert store_in_memory.stats().writes == written
+    await service.close()
+    executor.shutdown()

@@ -11,6 +11,7 @@ import itertools
 import secrets
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import structlog
 
@@ -94,7 +95,8 @@ class Service:
         self._arena_pool = pool
         self._sessions: dict[int, Session] = {}
         self._namespaces: dict[str, _Namespace] = {}
-        self._opening: dict[str, asyncio.Lock] = {}
+        # A lock lives only as long as someone opens a session of its namespace.
+        self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._ids = itertools.count(1)
 
     @property
