@@ -44,15 +44,18 @@ class SlotError(Exception):
 
 
 class SlotTable:
-    """States and generations of `size` slots. All changes go through `take`, `move` and `release`."""
+    """States and generations of `size` slots. All changes go through `take`, `move` and `release`.
+
+    `generation`: where generations start counting. Tables that start apart refuse each other's references.
+    """
 
     __slots__ = ("_free", "_generation", "_state", "counts", "generation", "size", "state")
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, generation: int = 0) -> None:
         self.size = size
         # The same bytes twice: as numpy arrays for batches, and in forms whose single items are cheap for small ones.
         self._state = bytearray(size)
-        self._generation = array("I", bytes(4 * size))
+        self._generation = array("I", [generation]) * size
         self.state = np.frombuffer(self._state, dtype=np.uint8)
         self.generation = np.frombuffer(self._generation, dtype=np.uint32)
         self.counts = [0] * len(SlotState)

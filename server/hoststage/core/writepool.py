@@ -12,16 +12,17 @@ _GONE = (SlotState.RESERVED, SlotState.HELD, SlotState.QUARANTINED)
 class WritePool:
     """Write slots of one pool of one session.
 
-    `usable` slots serve stores, `holds` further ones serve retracted requests, and neither takes the other's share.
+    `usable` slots serve stores, `holds` further ones serve retracted requests, and neither takes the other's share. `generation`: where
+    generations start counting.
     """
 
     __slots__ = ("ahead", "held", "holds", "table", "usable")
 
-    def __init__(self, usable: int, holds: int = 0) -> None:
+    def __init__(self, usable: int, holds: int = 0, *, generation: int = 0) -> None:
         self.usable = usable
         self.holds = holds
         self.held = 0
-        self.table = SlotTable(usable + holds)
+        self.table = SlotTable(usable + holds, generation)
         # Of a reserved slot: it was granted ahead, for no page in particular.
         self.ahead = np.zeros(usable + holds, dtype=np.bool_)
 

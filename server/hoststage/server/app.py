@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
@@ -49,6 +50,10 @@ SERVICES = (
     hoststage_pb2.DESCRIPTOR.services_by_name["HostStage"].full_name,
     admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
 )
+
+
+LAST_RESORT_SECONDS = 10.0
+"""How long the daemon's parts may take to end once it has drained, or was told not to: a medium that hangs never ends its I/O."""
 
 
 class StartError(Exception):
@@ -152,6 +157,10 @@ class Daemon:
             _notify("READY=1")
             await stop.asked.wait()
             await self._drain(stop)
+            last_resort = threading.Timer(LAST_RESORT_SECONDS, _stop_hard)
+            last_resort.daemon = True
+            last_resort.start()
+        last_resort.cancel()
         if stop.fatal:
             log.error("daemon.failed", reason=stop.fatal)
         log.info("daemon.stopped")
@@ -358,6 +367,12 @@ class Daemon:
             log.warning("daemon.undrained", open_commits=self._service.tier.open_commits())
         for task in (drained, now):
             task.cancel()
+
+
+def _stop_hard() -> None:
+    """End the process though I/O is under way that does not end. The files are as after a crash, for which they are made."""
+    log.error("daemon.stopped_hard", reason=f"store I/O did not end within {LAST_RESORT_SECONDS:g} seconds")
+    os._exit(1)
 
 
 def _notify(state: str) -> None:

@@ -278,7 +278,8 @@ class Service:
             session_id,
             space.core,
             verdict.grant.mode,
-            [WritePool(g.write_slots, g.hold_slots) for g in grants],
+            # Generations start at random, so that a reference of an earlier session or daemon is refused, whoever sends it.
+            [WritePool(g.write_slots, g.hold_slots, generation=secrets.randbits(31)) for g in grants],
             min(request.credits, self.options.limits.max_credits),
         )
         self.tier.open(core)
