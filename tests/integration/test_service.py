@@ -239,3 +239,39 @@ async def test_beliefs_spare_the_writes_of_what_another_session_stored(beliefs, 
     assert store_in_memory.stats().writes == written
     await service.close()
     executor.shutdown()
+
+
+async def test_a_namespace_is_not_reclaimed_from_under_a_session_that_is_being_opened(service):
+    first = await service.open(SessionRequest(stack(Mode.CACHE)), Inbox())
+    service.end(first.session_id, "bye")
+    await service.engine.idle()
+    going_on, wait = asyncio.Event(), asyncio.Event()
+    make = service._maker.make
+
+    async def slowly(*args):
+        going_on.set()
+        await wait.wait()
+        return await make(*args)
+
+    service._maker.make = slowly
+    opening = asyncio.create_task(service.open(SessionRequest(stack(Mode.CACHE)), Inbox()))
+    await going_on.wait()
+    assert not await service._reclaim_one("another", 1 << 30) or service._namespaces
+    wait.set()
+    session = await opening
+    assert session.core.namespace.name in service._namespaces
+    found = await ask(session, ops.Lookup(span(keys_of(1))))
+    assert found.runs == ()
+
+
+async def test_a_session_that_cannot_get_its_memory_leaves_the_budget_as_it_was(service):
+    before = service.ledger.free
+
+    async def fail(*args):
+        raise OSError("no memory")
+
+    service._maker.make = fail
+    with pytest.raises(OSError, match="no memory"):
+        await service.open(SessionRequest(stack()), Inbox())
+    assert service.ledger.free == before
+    assert service.facts().sessions == ()

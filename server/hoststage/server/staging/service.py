@@ -17,7 +17,7 @@ import structlog
 
 from hoststage.core.commits import DrainPolicy
 from hoststage.core.fences import ProtocolRanges, evaluate
-from hoststage.core.findings import Grant, NodeFacts, PoolGrant, Verdict
+from hoststage.core.findings import Finding, Grant, NodeFacts, PoolGrant, RefusalKind, Severity, Verdict
 from hoststage.core.ledger import Ledger, OverBudget
 from hoststage.core.prefix import PoolRule, Rules, rules_of
 from hoststage.core.readpool import ReadPool
@@ -49,6 +49,8 @@ from hoststage.server.store.base import Store
 from hoststage.v1.ops import PROTOCOL_MAX, PROTOCOL_MIN
 
 log = structlog.get_logger(__name__)
+
+_JUDGEMENTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,31 +146,41 @@ class Service:
         self._replace_previous(request)
         name = namespace_of(request.stack)
         async with self._opening.setdefault(name, asyncio.Lock()):
+            session_id = next(self._ids)
+            holder = f"session {session_id} ({request.worker or request.client or 'unnamed'})"
+            verdict, grant = await self._take_grant(request, name, holder)
+            try:
+                space = await self._namespace(request, grant, name)
+                write = await self._write_arenas(request, grant, space.core.rules)
+            except BaseException:
+                self.ledger.give(holder)
+                self._unused(name, request)
+                raise
+            return self._enter(session_id, request, verdict, port, space, write)
+
+    async def _take_grant(self, request: SessionRequest, name: str, holder: str) -> tuple[Verdict, Grant]:
+        """Judge a stack and take its grant from the budget. Raises `Refusal`."""
+        for _ in range(_JUDGEMENTS):
             verdict, anew = self._judge(request)
             if self.tier.draining or verdict.grant is None:
                 raise Refusal(verdict)
             if anew:
                 await self._close_namespace(name)
-            session_id = next(self._ids)
-            holder = f"session {session_id} ({request.worker or request.client or 'unnamed'})"
-            grant = verdict.grant
-            fresh = name not in self._namespaces
-            space_holder = f"namespace {name[:12]} ({request.stack.identity.model})"
             try:
-                await self._take(grant, name, fresh, holder, space_holder)
-            except OverBudget as error:
+                await self._take(verdict.grant, name, holder, _space_holder(request, name))
+            except OverBudget:
                 # Someone else was faster while memory was being reclaimed: judge again, with what is left now.
-                verdict = self.negotiate(request)
-                raise Refusal(Verdict(None, verdict.findings)) from error
-            try:
-                space = await self._namespace(request, grant, name, space_holder)
-                write = await self._write_arenas(request, grant, space.core.rules)
-            except BaseException:
-                self.ledger.give(holder)
-                if fresh and name not in self._namespaces:
-                    self.ledger.give(space_holder)
-                raise
-            return self._enter(session_id, request, verdict, port, space, write)
+                continue
+            return verdict, verdict.grant
+        raise Refusal(Verdict(None, (*verdict.findings, _contended(self.options.budget_bytes))))
+
+    def _unused(self, name: str, request: SessionRequest) -> None:
+        """A session could not be opened after all: its namespace's memory is anybody's again, if nobody else uses it."""
+        space = self._namespaces.get(name)
+        if space is None:
+            self.ledger.give(_space_holder(request, name))
+        elif not space.core.sessions:
+            self.ledger.mark(space.holder, reclaimable=True)
 
     def _replace_previous(self, request: SessionRequest) -> None:
         """End the session that this client says it has left and unmapped, where it proves that it was its own."""
@@ -178,8 +190,9 @@ class Service:
         if hmac.compare_digest(old.resume_token, request.previous_token):
             self.end(old.session_id, "replaced by its own client, which has unmapped")
 
-    async def _take(self, grant: Grant, name: str, fresh: bool, holder: str, space_holder: str) -> None:
+    async def _take(self, grant: Grant, name: str, holder: str, space_holder: str) -> None:
         """Take the grant from the budget, closing idle namespaces and arenas for it. Raises `OverBudget`."""
+        fresh = name not in self._namespaces
         need = grant.session_bytes + (grant.namespace_bytes if fresh else 0)
         self._sync_idle_arenas()
         while need > self.ledger.free and await self._reclaim_one(name, need - self.ledger.free):
@@ -206,7 +219,8 @@ class Service:
         idle = [
             (space.used_at, name)
             for name, space in self._namespaces.items()
-            if name != keep and not self.engine.in_use(name)
+            # One whose session is just being opened has none yet.
+            if name != keep and name not in self._opening and not self.engine.in_use(name)
         ]
         if not idle:
             return False
@@ -221,7 +235,7 @@ class Service:
         await self._maker.release(space.arenas)
         log.info("namespace.closed", namespace=name[:12], model=space.model)
 
-    async def _namespace(self, request: SessionRequest, grant: Grant, name: str, holder: str) -> _Namespace:
+    async def _namespace(self, request: SessionRequest, grant: Grant, name: str) -> _Namespace:
         found = self._namespaces.get(name)
         if found is not None:
             found.used_at = self.engine.now()
@@ -251,7 +265,7 @@ class Service:
             tuple(p.name for p in stack.pools),
             tuple(shape_of(stack, p) for p in stack.pools),
             self.engine.now(),
-            holder,
+            _space_holder(request, name),
         )
         self._namespaces[name] = space
         self.tier.namespaces[name] = core
@@ -483,6 +497,22 @@ def _facts_of(
 ) -> PoolFacts:
     pin: PinFacts = arena.pin()
     return PoolFacts(namespace, arena.rule.name, arena.kind, session, arena.rule.stride, slots, states, reserve, pin)
+
+
+def _space_holder(request: SessionRequest, name: str) -> str:
+    return f"namespace {name[:12]} ({request.stack.identity.model})"
+
+
+def _contended(budget: int) -> Finding:
+    return Finding(
+        "BUDGET",
+        Severity.REFUSED,
+        "memory.budget",
+        f"others took what was free of the budget of {budget} bytes, again and again, while this session was being opened",
+        "try again, or raise memory.budget of the daemon",
+        kind=RefusalKind.RESOURCE_EXHAUSTED,
+        values={"budget_bytes": budget},
+    )
 
 
 def _in_stack_order(stack: Stack, grant: Grant) -> list[PoolGrant]:
