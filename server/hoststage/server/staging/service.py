@@ -10,7 +10,7 @@ import hmac
 import itertools
 import secrets
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
 import structlog
@@ -99,6 +99,7 @@ class Service:
         self._namespaces: dict[str, _Namespace] = {}
         # A lock lives only as long as someone opens a session of its namespace.
         self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._entering: set[str] = set()
         self._ids = itertools.count(1)
 
     @property
@@ -122,8 +123,7 @@ class Service:
         verdict = evaluate(request.stack, self._facts(live), ranges)
         if verdict.refused and live is not None and not self.engine.in_use(name):
             anew = evaluate(request.stack, self._facts(None), ranges)
-            if not anew.refused:
-                return anew, True
+            return anew, not anew.refused
         return verdict, False
 
     def _facts(self, live: _Namespace | None) -> NodeFacts:
@@ -131,7 +131,10 @@ class Service:
         names = live.names if live else ()
         return NodeFacts(
             budget_bytes=self.options.budget_bytes,
-            holders=self.ledger.holders(),
+            # Idle memory of the namespace is what the session will use: it is neither charged again nor free for it.
+            holders=tuple(
+                replace(h, reclaimable=False) if live and h.name == live.holder else h for h in self.ledger.holders()
+            ),
             store_configured=self._store is not None,
             pinned=self.options.pinned,
             pin_problem=self.options.pin_problem,
@@ -149,6 +152,8 @@ class Service:
             session_id = next(self._ids)
             holder = f"session {session_id} ({request.worker or request.client or 'unnamed'})"
             verdict, grant = await self._take_grant(request, name, holder)
+            # From here on the namespace's memory is spoken for, though no session is in it yet.
+            self._entering.add(name)
             try:
                 space = await self._namespace(request, grant, name)
                 write = await self._write_arenas(request, grant, space.core.rules)
@@ -156,6 +161,8 @@ class Service:
                 self.ledger.give(holder)
                 self._unused(name, request)
                 raise
+            finally:
+                self._entering.discard(name)
             return self._enter(session_id, request, verdict, port, space, write)
 
     async def _take_grant(self, request: SessionRequest, name: str, holder: str) -> tuple[Verdict, Grant]:
@@ -192,11 +199,15 @@ class Service:
 
     async def _take(self, grant: Grant, name: str, holder: str, space_holder: str) -> None:
         """Take the grant from the budget, closing idle namespaces and arenas for it. Raises `OverBudget`."""
-        fresh = name not in self._namespaces
-        need = grant.session_bytes + (grant.namespace_bytes if fresh else 0)
+
+        def need() -> int:
+            # Others may reclaim the namespace while this one waits for room.
+            return grant.session_bytes + (0 if name in self._namespaces else grant.namespace_bytes)
+
         self._sync_idle_arenas()
-        while need > self.ledger.free and await self._reclaim_one(name, need - self.ledger.free):
+        while need() > self.ledger.free and await self._reclaim_one(name, need() - self.ledger.free):
             self._sync_idle_arenas()
+        fresh = name not in self._namespaces
         # No await between the last look and the taking: two clients never get the same bytes.
         self.ledger.take(holder, grant.session_bytes)
         if fresh:
@@ -219,8 +230,8 @@ class Service:
         idle = [
             (space.used_at, name)
             for name, space in self._namespaces.items()
-            # One whose session is just being opened has none yet.
-            if name != keep and name not in self._opening and not self.engine.in_use(name)
+            # One whose memory is taken for a session that is just being opened has none yet.
+            if name != keep and name not in self._entering and not self.engine.in_use(name)
         ]
         if not idle:
             return False
