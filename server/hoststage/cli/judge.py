@@ -118,13 +118,18 @@ def assumed_budget(stacks: Sequence[Stack]) -> int:
     return max(DEFAULT_BUDGET, needed)
 
 
+def size_in_words(size: int) -> str:
+    """Return whole GiB as such, anything else in bytes: the number must be one that --budget takes."""
+    return f"{size >> 30} GiB" if size % (1 << 30) == 0 else f"{size} bytes"
+
+
 def budget_note(size: int) -> Finding:
     """Return the notice that a budget was assumed."""
     return Finding(
         ASSUMED,
         Severity.NOTICE,
         "budget",
-        f"no budget was given: judged as if the node had {size} bytes for it, so no finding is about room",
+        f"no budget was given: judged as if the node had {size_in_words(size)} for it, so no finding is about room",
         "--budget SIZE",
         values={"budget_bytes": size},
     )

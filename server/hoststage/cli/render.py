@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -27,9 +29,9 @@ def size_text(size: int) -> str:
 
 
 def console() -> Console:
-    """Return a console that wraps to the terminal, and to 120 columns where there is none."""
+    """Return a console that wraps to the terminal, or to `$COLUMNS`, and to 120 columns where there is neither."""
     own = Console()
-    return own if own.is_terminal else Console(width=120)
+    return own if own.is_terminal or os.environ.get("COLUMNS") else Console(width=120)
 
 
 def show_check(subject: Subject, verdict: NodeVerdict, findings: Sequence[Finding], *, granted: bool) -> None:
@@ -43,7 +45,8 @@ def show_check(subject: Subject, verdict: NodeVerdict, findings: Sequence[Findin
 
 
 def _pools(subject: Subject, verdict: NodeVerdict) -> Table:
-    table = Table(title="pools of one process", title_justify="left")
+    # Nine columns have to fit a terminal of 80: no lines between them.
+    table = Table(title="pools of one process", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     stages = len(subject.shards) > 1
     for name in (
         *(("stage",) if stages else ()),

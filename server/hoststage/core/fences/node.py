@@ -38,11 +38,14 @@ def budget(ctx: Context) -> Iterator[Finding]:
         remedy = f"Ask for that, raise the budget to {enough} or more, or end a holder."
         values["fits"] = sizes
         values["fits_bytes"] = fitted.charged_bytes
+    whole = f"of the node's budget of {in_words(facts.budget_bytes)}"
+    if holders:
+        left = f"{whole}, {in_words(facts.committed_bytes)} are held ({holders}) and {in_words(facts.free_bytes)} are free"
+    else:
+        left = f"{whole}, nothing is held and {in_words(facts.free_bytes)} are free"
     yield Report("BUDGET", ctx.mode).refused(
         "budget",
-        f"The grant needs {in_words(sizing.charged_bytes)}; of the node's budget of {in_words(facts.budget_bytes)}, "
-        f"{in_words(facts.committed_bytes)} are held by {holders or 'nobody'} and {in_words(facts.free_bytes)} are free. "
-        f"{fit}",
+        f"The grant needs {in_words(sizing.charged_bytes)}; {left}. {fit}",
         remedy,
         RefusalKind.RESOURCE_EXHAUSTED,
         **values,
