@@ -40,7 +40,9 @@ def budget(ctx: Context) -> Iterator[Finding]:
         values["fits_bytes"] = fitted.charged_bytes
     whole = f"of the node's budget of {in_words(facts.budget_bytes)}"
     if holders:
-        left = f"{whole}, {in_words(facts.committed_bytes)} are held ({holders}) and {in_words(facts.free_bytes)} are free"
+        left = (
+            f"{whole}, {in_words(facts.committed_bytes)} are held ({holders}) and {in_words(facts.free_bytes)} are free"
+        )
     else:
         left = f"{whole}, nothing is held and {in_words(facts.free_bytes)} are free"
     yield Report("BUDGET", ctx.mode).refused(
