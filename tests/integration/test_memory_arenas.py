@@ -1,7 +1,9 @@
 """Arenas against real client processes: nobody can shrink, re-seal or write what is not theirs, and nobody is harmed by trying."""
 
 import asyncio
+import errno
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -56,8 +58,9 @@ CLIENT = textwrap.dedent("""
             refused(lambda: Mapping.map([Chunk(rw, size)], writable=True))
             refused(lambda: os.ftruncate(rw, 0))
     print("held", flush=True)
-    if kind == "write":
-        m = Mapping.map([Chunk(fd, size) for fd in fds], writable=True, private_to_process=True, require_seals=True)
+    writable = kind == "write"
+    m = Mapping.map([Chunk(fd, size) for fd in fds], writable, private_to_process=True, require_seals=True)
+    if writable:
         m.view(0, 5)[:] = b"hello"
     for fd in fds:
         os.close(fd)
@@ -153,11 +156,151 @@ def test_an_arena_is_reused_inside_its_tenant_alone_and_only_when_nobody_can_wri
     pool.close()
 
 
-def test_a_read_arena_is_never_kept_for_reuse():
+def test_a_read_arena_that_a_former_client_maps_is_not_reused_and_counts_until_that_client_ends():
+    pool = ArenaPool(POLICY)
+    arena = pool.acquire("a", 4 * MIB, ArenaKind.READ)
+    client = Client(arena)
+    client.wait_for("held")
+    client.wait_for("mapped")
+    assert arena.is_open_elsewhere()
+    pool.release(arena)
+    assert (pool.idle_bytes, pool.lingering_bytes()) == (0, 4 * MIB)
+    client.end()
+    assert pool.lingering_bytes() == 0
+
+
+def test_a_read_arena_that_nobody_maps_any_more_is_kept_for_its_tenant():
     pool = ArenaPool(POLICY)
     arena = pool.acquire("a", 2 * MIB, ArenaKind.READ)
+    fdpass.close_all([c.fd for c in arena.descriptors()])
     pool.release(arena)
+    assert pool.idle_bytes == 2 * MIB
+    assert pool.acquire("b", 2 * MIB, ArenaKind.READ) is not arena
+    assert pool.acquire("a", 2 * MIB, ArenaKind.READ) is arena
+
+
+PROBER = """
+import fcntl, os, types
+from hoststage.server.memory import arena as module
+
+made = module.Arena.create("test", 2 << 20, module.ArenaKind.WRITE, module.MemoryPolicy(2 << 20, lock=False))
+broken = []
+
+def interrupted(fd, command, value=0):
+    answer = fcntl.fcntl(fd, command, value)
+    if command == fcntl.F_SETLEASE and value != fcntl.F_UNLCK:
+        # What a client can do in this very moment, with what it was handed.
+        try:
+            os.close(os.open(f"/proc/self/fd/{made.chunks[0].fd}", os.O_RDWR | os.O_NONBLOCK))
+        except BlockingIOError:
+            broken.append(value)
+    return answer
+
+module.fcntl = types.SimpleNamespace(**{**vars(fcntl), "fcntl": interrupted})
+made.has_foreign_writable_mapping()
+made.is_open_elsewhere()
+print(len(broken), "leases broken")
+"""
+
+
+def test_a_client_that_opens_its_memory_anew_during_the_probe_does_not_end_the_daemon():
+    # The kernel tells whoever holds a lease that is broken by SIGIO, which ends a process that does not expect it.
+    command = [sys.executable, "-c", PROBER]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "2 leases broken\n"), done.stderr
+
+
+def test_a_write_arenas_pages_go_at_once_though_a_child_of_the_client_still_maps_them():
+    arena = Arena.create("test", 4 * MIB, ArenaKind.WRITE, POLICY)
+    arena.prefault()
+    chunks = arena.descriptors()
+    left_behind = Mapping.map(chunks, writable=True)
+    left_behind.view(0, 5)[:] = b"hello"
+    assert sum(os.fstat(c.fd).st_blocks for c in chunks) * 512 == 4 * MIB
+    arena.close()
+    assert sum(os.fstat(c.fd).st_blocks for c in chunks) == 0
+    assert bytes(left_behind.view(0, 5)) == bytes(5)
+    fdpass.close_all([c.fd for c in chunks])
+    left_behind.unmap()
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_what_exceeds_the_free_memory_is_refused_before_anything_is_taken(monkeypatch):
+    monkeypatch.setattr("hoststage.server.memory.arena.free_bytes", lambda: 100 * MIB)
+    before = open_descriptors()
+    with pytest.raises(MemoryUnavailable, match="memory limit of the daemon's container") as raised:
+        Arena.create("test", 64 * MIB, ArenaKind.WRITE, POLICY)
+    assert (raised.value.requested, raised.value.available) == (64 * MIB, 36 * MIB)
+    assert open_descriptors() == before
+
+
+def test_warm_arenas_make_room_for_whoever_asks(monkeypatch):
+    pool = ArenaPool(POLICY)
+    pool.release(pool.acquire("a", 8 * MIB, ArenaKind.WRITE))
+    monkeypatch.setattr("hoststage.server.memory.arena.free_bytes", lambda: 1 << 40 if not pool.idle_bytes else 0)
+    made = pool.acquire("b", 4 * MIB, ArenaKind.WRITE)
     assert pool.idle_bytes == 0
+    pool.release(made)
+    pool.close()
+
+
+def test_at_the_limit_of_open_files_the_error_names_it_and_nothing_leaks():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = open_descriptors()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))  # fewer than the chunks of this arena
+    try:
+        with pytest.raises(MemoryUnavailable, match="RLIMIT_NOFILE"):
+            Arena.create("test", 256 * MIB, ArenaKind.WRITE, POLICY)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert open_descriptors() == before
+
+
+def test_a_shortage_found_while_populating_is_an_error_and_the_pool_keeps_nothing(monkeypatch):
+    def short(address, length, advice):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("hoststage.shm.libc.madvise", short)
+    before = open_descriptors()
+    with pytest.raises(MemoryUnavailable, match="Cannot allocate"):
+        ArenaPool(POLICY).acquire("a", 4 * MIB, ArenaKind.WRITE)
+    assert open_descriptors() == before
+
+
+@pytest.mark.parametrize("kind", list(ArenaKind))
+def test_a_kernel_that_cannot_populate_a_mapping_allocates_in_the_file(monkeypatch, kind):
+    def unknown(address, length, advice):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    arena = Arena.create("test", 5 * MIB, kind, POLICY)
+    arena.view(0, 4)[:] = b"kept"
+    monkeypatch.setattr("hoststage.shm.libc.madvise", unknown)
+    arena.prefault()
+    assert sum(os.fstat(c.fd).st_blocks for c in arena.chunks) * 512 == 5 * MIB
+    assert bytes(arena.view(0, 4)) == b"kept"
+    arena.close()
+
+
+@pytest.mark.parametrize("kind", list(ArenaKind))
+def test_populating_backs_every_page_and_keeps_what_is_there(kind):
+    arena = Arena.create("test", 36 * MIB + 4096, kind, MemoryPolicy(4 * MIB, HugePages.OFF, lock=False))
+    arena.view(arena.size - 4, 4)[:] = b"kept"
+    arena.prefault(threads=3)
+    assert arena.size == 36 * MIB + 4096
+    assert sum(os.fstat(c.fd).st_blocks for c in arena.chunks) * 512 == arena.size
+    assert bytes(arena.view(arena.size - 4, 4)) == b"kept"
+    arena.close()
+    arena.close()
+
+
+def test_a_refused_numa_policy_is_said_and_harms_nothing():
+    arena = Arena.create("test", 2 * MIB, ArenaKind.WRITE, POLICY)
+    arena.interleave((1000, 1001))
+    assert "NUMA nodes (1000, 1001)" in arena.prefault().reason
+    arena.close()
 
 
 def test_chunks_are_mapped_side_by_side_at_both_ends():

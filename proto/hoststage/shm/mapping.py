@@ -127,13 +127,12 @@ class Mapping:
 
     def _export(self) -> ctypes.Array[ctypes.c_ubyte]:
         with self._state.lock:
-            root = self._root() if self._root is not None else None
-            if root is not None:
-                return root
             if self._state.closing:
                 raise ValueError("the mapping is closed")
-            root = self._root_type.from_address(self.address)
-            self._root = weakref.ref(root, self._state.on_last_view)
+            root = self._root() if self._root is not None else None
+            if root is None:
+                root = self._root_type.from_address(self.address)
+                self._root = self._state.root = weakref.ref(root, self._state.on_last_view)
             return root
 
 
@@ -144,11 +143,15 @@ class _MappedRange:
         self.lock = threading.RLock()
         self.closing = False
         self.unmapped = False
+        self.root: object = None
         self._address = address
         self._size = size
 
-    def on_last_view(self, _root: object) -> None:
-        if self.closing:
+    def on_last_view(self, root: object) -> None:
+        with self.lock:
+            # Views may have been taken anew, while this call was on its way.
+            last = self.closing and root is self.root
+        if last:
             self.unmap()
 
     def unmap(self) -> None:

@@ -7,29 +7,39 @@ that one mapping. Creation and populating block and are meant for a worker threa
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import resource
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
+from typing import NamedTuple
 
+from hoststage.server.memory.limits import free_bytes, swap_bytes
 from hoststage.shm import libc
 from hoststage.shm.cuda import CudaUnavailable, Registered, Runtime
 from hoststage.shm.mapping import HUGE_PAGE_BYTES, Chunk, Mapping, MappingError
 
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING, _MFD_HUGETLB = 1, 2, 4
-_POPULATE_PIECE = 64 << 20
+# One call holds this process's address space, so that a thread which maps memory meanwhile waits for it: keep it short.
+_POPULATE_PIECE = 16 << 20
+_HEADROOM = 64 << 20
 
 
 class MemoryUnavailable(RuntimeError):
-    """Memory for an arena could not be had. `requested` in bytes; the remedy says what an operator can do."""
+    """Memory for an arena could not be had.
 
-    def __init__(self, requested: int, problem: str, remedy: str) -> None:
-        self.requested, self.problem, self.remedy = requested, problem, remedy
+    `requested` and `available` in bytes (`available` is None where memory was not what was short); the remedy says what an
+    operator can do.
+    """
+
+    def __init__(self, requested: int, problem: str, remedy: str, available: int | None = None) -> None:
+        self.requested, self.problem, self.remedy, self.available = requested, problem, remedy, available
         super().__init__(f"{requested} bytes of shared memory are not available: {problem}. {remedy}")
 
 
@@ -78,6 +88,15 @@ class PinReport:
     bytes: int
 
 
+class _Piece(NamedTuple):
+    """A range to populate: in the mapping, and in its chunk."""
+
+    address: int
+    length: int
+    fd: int
+    offset: int
+
+
 class Arena:
     """One arena. Made by `Arena.create`; `handed_out` is set once a descriptor of it has left the daemon."""
 
@@ -96,6 +115,8 @@ class Arena:
     @classmethod
     def create(cls, name: str, size: int, kind: ArenaKind, policy: MemoryPolicy) -> Arena:
         """Make an arena of at least `size` bytes, not yet populated. Raises `MemoryUnavailable`."""
+        if size < 1:
+            raise ValueError(f"size is {size}, must be at least 1 byte")
         huge_wanted = policy.huge_pages is not HugePages.OFF
         if huge_wanted and _free_huge_pages() * HUGE_PAGE_BYTES >= size:
             try:
@@ -108,6 +129,15 @@ class Arena:
                 size,
                 f"{_free_huge_pages()} huge pages of 2 MiB are free",
                 f"Set vm.nr_hugepages to at least {-(-size // HUGE_PAGE_BYTES)}, or memory.huge_pages to 'auto'.",
+            )
+        # Asked before and not found out by populating: over a cgroup's limit, the kernel kills instead of refusing.
+        free = free_bytes() - _HEADROOM
+        if size > free:
+            raise MemoryUnavailable(
+                size,
+                f"{max(free, 0)} bytes are free within this host's memory and this container's limit",
+                "Lower memory.budget, or raise the memory limit of the daemon's container: its arenas are charged to it.",
+                max(free, 0),
             )
         return cls._make(name, size, kind, policy, huge=False)
 
@@ -137,12 +167,14 @@ class Arena:
                 # Making and mapping a huge-page memfd succeeds without any page behind it: only populating tells.
                 arena.prefault(policy.threads)
             return arena
-        except (OSError, MappingError) as error:
+        except BaseException as error:
             if mapping is not None:
                 mapping.unmap()
             for chunk in chunks:
                 os.close(chunk.fd)
-            raise _unavailable(size, error) from error
+            if isinstance(error, (OSError, MappingError)):
+                raise _unavailable(size, error) from error
+            raise
 
     def interleave(self, nodes: tuple[int, ...]) -> None:
         """Spread pages that are not populated yet over NUMA nodes. A refusal (seccomp, no CAP_SYS_NICE) is noted, not raised."""
@@ -170,7 +202,7 @@ class Arena:
 
     def prefault(self, threads: int = 0, *, lock: bool = False) -> PinReport:
         """Populate every page, in parallel, and lock them where asked and allowed. Raises `MemoryUnavailable`."""
-        pieces = [(at, min(_POPULATE_PIECE, self.size - at)) for at in range(0, self.size, _POPULATE_PIECE)]
+        pieces = list(self._pieces())
         try:
             if len(pieces) == 1:
                 self._populate(pieces[0])
@@ -183,15 +215,22 @@ class Arena:
         self.report = self._pin(lock)
         return self.report
 
-    def _populate(self, piece: tuple[int, int]) -> None:
-        offset, length = piece
+    def _pieces(self) -> Iterator[_Piece]:
+        base = self.address
+        for chunk in self.chunks:
+            for at in range(0, chunk.size, _POPULATE_PIECE):
+                yield _Piece(base + at, min(_POPULATE_PIECE, chunk.size - at), chunk.fd, at)
+            base += chunk.size
+
+    @staticmethod
+    def _populate(piece: _Piece) -> None:
         try:
-            libc.madvise(self.address + offset, length, libc.Advice.POPULATE_WRITE)
+            libc.madvise(piece.address, piece.length, libc.Advice.POPULATE_WRITE)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            # Kernels before 5.14: touch each page by hand. Without a reservation this could fault, so reserve first.
-            libc.memset(self.address + offset, 0, length)
+            # Kernels before 5.14. Allocating in the file reports a shortage too, where touching a page would raise SIGBUS.
+            os.posix_fallocate(piece.fd, piece.offset, piece.length)
 
     def _pin(self, lock: bool) -> PinReport:
         why = "locking was not asked for"
@@ -224,7 +263,8 @@ class Arena:
         """Fresh descriptors for a client, in chunk order, close-on-exec; whoever gets them closes them.
 
         Each is opened anew through `/proc/self/fd`, so that it is an open file of its own: read-only for a read arena, and
-        visible to `has_foreign_writable_mapping` for a write arena.
+        visible to `has_foreign_writable_mapping` and `is_open_elsewhere`. Raises `MemoryUnavailable` at the limit of
+        open files.
         """
         self.handed_out = True
         mode = os.O_RDONLY if self.kind is ArenaKind.READ else os.O_RDWR
@@ -232,10 +272,10 @@ class Arena:
         try:
             for chunk in self.chunks:
                 out.append(Chunk(os.open(f"/proc/self/fd/{chunk.fd}", mode | os.O_CLOEXEC), chunk.size))
-        except OSError:
+        except OSError as error:
             for chunk in out:
                 os.close(chunk.fd)
-            raise
+            raise _unavailable(self.size, error) from error
         return out
 
     def has_foreign_writable_mapping(self) -> bool:
@@ -245,15 +285,22 @@ class Arena:
         a descriptor or only by a mapping. The file that `memfd_create` itself returned is not among those that the kernel counts, so
         the daemon's own mapping does not show here (seen on Linux 6.18).
         """
-        return any(self._still_written(chunk) for chunk in self.chunks)
+        return any(not _lease(chunk.fd, fcntl.F_RDLCK) for chunk in self.chunks)
 
-    @staticmethod
-    def _still_written(chunk: Chunk) -> bool:
-        try:
-            fcntl.fcntl(chunk.fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-        except OSError:
-            return True
-        fcntl.fcntl(chunk.fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    def is_open_elsewhere(self) -> bool:
+        """Whether any process still has what was handed out, for writing or for reading, as a descriptor or a mapping.
+
+        A write lease, asked for on a descriptor opened anew for reading, is refused while another open file of the memfd
+        lives (seen on Linux 6.18: an open file for reading, also when only its mapping is left, refuses it; the daemon's
+        own does not). Where the kernel has no such lease the answer is yes: the memory is then not reused.
+        """
+        for chunk in self.chunks:
+            fd = os.open(f"/proc/self/fd/{chunk.fd}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                if not _lease(fd, fcntl.F_WRLCK):
+                    return True
+            finally:
+                os.close(fd)
         return False
 
     def zero(self) -> None:
@@ -261,7 +308,12 @@ class Arena:
         libc.memset(self.address, 0, self.size)
 
     def close(self) -> None:
-        """Give the memory back. Safe to repeat. Mappings in client processes keep theirs until they unmap."""
+        """Give the memory back. Safe to repeat.
+
+        The pages of a write arena go at once, also under the mappings of client processes, which read zeros from then on.
+        Those of a read arena cannot be taken (its seal forbids it) and stay for as long as a client maps them: see
+        `is_open_elsewhere`.
+        """
         if self._closed:
             return
         self._closed = True
@@ -270,28 +322,50 @@ class Arena:
             runtime.unregister(done.ranges)
         self._mapping.unmap()
         for chunk in self.chunks:
+            if self.handed_out and self.kind is ArenaKind.WRITE:
+                # A kernel that cannot do this keeps the pages until the last mapping goes: nothing more can be done here.
+                with contextlib.suppress(OSError):
+                    libc.punch_hole(chunk.fd, 0, chunk.size)
             os.close(chunk.fd)
 
 
-def swap_bytes(root: str = "/") -> int:
-    """Bytes of swap that this host has."""
-    for line in (Path(root) / "proc/meminfo").read_text().splitlines():
-        if line.startswith("SwapTotal:"):
-            return int(line.split()[1]) * 1024
-    return 0
+def _lease(fd: int, kind: int) -> bool:
+    """Whether the kernel grants a lease, which is given back at once.
+
+    A process that opens the file in that moment breaks the lease, of which the kernel tells by SIGIO, and SIGIO kills by
+    default: a client could end the daemon so (seen). SIGURG is ignored by default.
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, kind)
+    except OSError:
+        return False
+    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    return True
 
 
 def numa_nodes(root: str = "/") -> tuple[int, ...]:
-    """NUMA nodes that have memory, in order; one where the kernel does not say."""
+    """NUMA nodes that have memory and that this process may use, in order; one where the kernel does not say."""
+    base = Path(root)
     try:
-        text = (Path(root) / "sys/devices/system/node/has_memory").read_text().strip()
-        nodes: list[int] = []
-        for part in filter(None, text.split(",")):
-            low, _, high = part.partition("-")
-            nodes.extend(range(int(low), int(high or low) + 1))
+        nodes = _number_list((base / "sys/devices/system/node/has_memory").read_text())
     except (OSError, ValueError):
         return (0,)
-    return tuple(nodes) or (0,)
+    # A cpuset may forbid some of them; binding to one of those is refused.
+    with contextlib.suppress(OSError, ValueError):
+        for line in (base / "proc/self/status").read_text().splitlines():
+            if line.startswith("Mems_allowed_list:"):
+                nodes &= _number_list(line.partition(":")[2])
+    return tuple(sorted(nodes)) or (0,)
+
+
+def _number_list(text: str) -> set[int]:
+    """Return the numbers of a kernel list such as "0-1,4"."""
+    out: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        low, _, high = part.partition("-")
+        out.update(range(int(low), int(high or low) + 1))
+    return out
 
 
 def _joined(*reasons: str) -> str:
@@ -311,6 +385,6 @@ def _unavailable(size: int, error: Exception) -> MemoryUnavailable:
         return MemoryUnavailable(size, "too many open files", "Raise RLIMIT_NOFILE of the daemon.")
     return MemoryUnavailable(
         size,
-        str(error),
+        str(error) or type(error).__name__,
         "Lower memory.budget, or raise the memory limit of the daemon's container: its arenas are charged to it.",
     )

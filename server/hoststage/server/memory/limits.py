@@ -6,8 +6,6 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
-from hoststage.server.memory.arena import swap_bytes
-
 _UNLIMITED = 1 << 60
 _HEADROOM_FRACTION = 8
 
@@ -52,6 +50,19 @@ def detect_limits(root: str = "/") -> NodeLimits:
     )
 
 
+def free_bytes(root: str = "/") -> int:
+    """Return what can be taken now: available on the host, and within the tightest limit of this process's cgroups."""
+    base = Path(root)
+    available = _meminfo(base / "proc/meminfo").get("MemAvailable", 0)
+    limit, used, _ = _cgroup(base)
+    return available if limit < 0 else max(0, min(available, limit - used))
+
+
+def swap_bytes(root: str = "/") -> int:
+    """Return how much swap this host has."""
+    return _meminfo(Path(root) / "proc/meminfo").get("SwapTotal", 0)
+
+
 def default_budget(limits: NodeLimits) -> BudgetBasis:
     """Return what may be pinned when nobody says: what is free within the tightest limit, less an eighth for everything else."""
     free, basis = limits.available_bytes, "available memory"
@@ -76,16 +87,28 @@ def _meminfo(path: Path) -> dict[str, int]:
 
 
 def _cgroup(base: Path) -> tuple[int, int, str]:
-    """Return the tightest memory limit of this process's cgroups, what is used under it, and its file."""
+    """Return the tightest memory limit of this process's cgroups, what is used under it, and its file.
+
+    Cached file pages that the kernel would drop first do not count as used.
+    """
     best = (-1, 0, "")
     for limit_file, used_file in _cgroup_files(base):
-        limit, used = _number(limit_file), _number(used_file)
+        limit, used = _number(limit_file), _number(used_file) or 0
         if limit is None or limit >= _UNLIMITED:
             continue
-        room = limit - (used or 0)
-        if best[0] < 0 or room < best[0] - best[1]:
-            best = (limit, used or 0, str(limit_file))
+        used = max(0, used - _droppable(limit_file.parent / "memory.stat"))
+        if best[0] < 0 or limit - used < best[0] - best[1]:
+            best = (limit, used, str(limit_file))
     return best
+
+
+def _droppable(stat: Path) -> int:
+    """Return the bytes of inactive file pages of a cgroup and those below it."""
+    try:
+        lines = dict(line.split(maxsplit=1) for line in stat.read_text().splitlines())
+        return int(lines.get("total_inactive_file", lines.get("inactive_file", "0")))
+    except (OSError, ValueError):
+        return 0
 
 
 def _cgroup_files(base: Path) -> list[tuple[Path, Path]]:
@@ -93,21 +116,23 @@ def _cgroup_files(base: Path) -> list[tuple[Path, Path]]:
         lines = (base / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    out = []
+    out: list[tuple[Path, Path]] = []
+    limits: tuple[str, ...]
     for line in lines:
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         names = path.strip("/").split("/") if path.strip("/") else []
         if controllers == "":
-            top, limit, used = base / "sys/fs/cgroup", "memory.max", "memory.current"
+            # Above memory.high the kernel stalls whoever allocates, and memory that cannot be reclaimed stays above it.
+            top, limits, used = base / "sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current"
         elif "memory" in controllers.split(","):
             top = base / "sys/fs/cgroup/memory"
-            limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
+            limits, used = ("memory.limit_in_bytes",), "memory.usage_in_bytes"
         else:
             continue
         # A limit anywhere up the tree binds; inside a container only the root of its own view may exist.
         for depth in range(len(names), -1, -1):
             folder = top.joinpath(*names[:depth])
-            out.append((folder / limit, folder / used))
+            out.extend((folder / limit, folder / used) for limit in limits)
     return out
 
 

@@ -218,10 +218,12 @@ class Service:
                 raise
 
     def _sync_idle_arenas(self) -> None:
-        """Arenas that are kept warm for reuse count, and are the first to go."""
+        """Arenas that are kept warm for reuse count, and are the first to go; what former clients still map counts too."""
         self.ledger.give("idle arenas")
         self.ledger.force("idle arenas", self._arena_pool.idle_bytes)
         self.ledger.mark("idle arenas", reclaimable=True)
+        self.ledger.give("former clients' mappings")
+        self.ledger.force("former clients' mappings", self._arena_pool.lingering_bytes())
 
     async def _reclaim_one(self, keep: str, amount: int) -> bool:
         """Give up idle memory: warm arenas first, then the longest unused namespace. False where there is none."""
