@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 
 from hoststage.core.fences import ProtocolRanges, no_common_version
 from hoststage.core.findings import Verdict
@@ -122,6 +123,11 @@ class HostStageServicer(pb_grpc.HostStageServicer):
                 first = await anext(requests, None)
         except TimeoutError:
             first = None
+        except DecodeError as error:
+            malformed = RequestError(
+                "MALFORMED", f"the first message is no ClientMessage: {error}", remedy="send serialized ClientMessages"
+            )
+            await status.abort(context, status.of_request_error(malformed))
         if first is None or first.WhichOneof("body") != "hello":
             error = RequestError("HELLO_EXPECTED", "the first message must be a Hello", code="FAILED_PRECONDITION")
             await status.abort(context, status.of_request_error(error))
