@@ -123,9 +123,9 @@ class HostStageServicer(pb_grpc.HostStageServicer):
                 first = await anext(requests, None)
         except TimeoutError:
             first = None
-        except DecodeError as error:
+        except DecodeError as broken:
             malformed = RequestError(
-                "MALFORMED", f"the first message is no ClientMessage: {error}", remedy="send serialized ClientMessages"
+                "MALFORMED", f"the first message is no ClientMessage: {broken}", remedy="send serialized ClientMessages"
             )
             await status.abort(context, status.of_request_error(malformed))
         if first is None or first.WhichOneof("body") != "hello":
