@@ -32,7 +32,7 @@ class TierMachine(RuleBasedStateMachine):
     @initialize(
         stack=st.sampled_from(sorted(STACKS)),
         has_store=st.sampled_from([True, True, True, False]),
-        sizes=st.sampled_from([(8, 3, 2), (6, 2, 2), (12, 4, 3), (7, 5, 1)]),
+        sizes=st.sampled_from([(9, 3, 1), (6, 2, 2), (12, 4, 3), (10, 8, 2), (16, 3, 2)]),
         modes=st.lists(st.sampled_from([Mode.CACHE, Mode.CACHE, Mode.BUFFER_ONLY]), min_size=1, max_size=3),
         stored=st.tuples(st.integers(0, LENGTH), st.integers(0, LENGTH)),
     )
@@ -78,16 +78,18 @@ class TierMachine(RuleBasedStateMachine):
     def open(self, mode: Mode, credit: int) -> None:
         self._open(mode, credit)
 
-    @rule(pick=PICK)
-    def quarantine(self, pick: int) -> None:
-        if pick % 8 == 7 and (client := self.client(pick // 8)):
-            self.world.quarantine(client)
-
-    @rule(pick=PICK)
-    def end(self, pick: int) -> None:
-        clients = list(self.world.clients.values())
-        if pick % 8 == 7 and clients:
-            self.world.end(clients[pick // 8 % len(clients)])
+    @rule(what=st.sampled_from(["nothing", "quarantine", "end", "evict", "the store evicts"]), pick=PICK)
+    def disturb(self, what: str, pick: int) -> None:
+        """What may happen to a session, the cache or the store at any time; a miss is all that may come of it."""
+        clients, world = list(self.world.clients.values()), self.world
+        if what == "quarantine" and (client := self.client(pick)):
+            world.quarantine(client)
+        elif what == "end" and clients:
+            world.end(clients[pick % len(clients)])
+        elif what == "evict":
+            world.space.pools[pick % len(world.space.pools)].drop_idle()
+        elif what == "the store evicts" and world.store:
+            del world.store[list(world.store)[pick % len(world.store)]]
 
     # ------------------------------------------------------------------ writing
 
@@ -146,18 +148,16 @@ class TierMachine(RuleBasedStateMachine):
         if client and not client.waiting:
             self._write_whole(client, chain, length)
 
-    @rule(pick=PICK, at=PICK, with_parent=st.booleans())
-    def commit(self, pick: int, at: int, with_parent: bool) -> None:
+    @rule(pick=PICK, at=PICK, with_parent=st.booleans(), aborts=st.sampled_from([False, False, True]))
+    def commit_or_abort(self, pick: int, at: int, with_parent: bool, aborts: bool) -> None:
         if (client := self.client(pick)) and client.reservations:
             parts = client.reservations[at % len(client.reservations)]
+            if aborts:
+                self.world.abort(client, parts)
+                return
             chain = next(c for c in CHAINS if parts[0].keys[0] in c)
             parent = chain[parts[0].first - 1] if with_parent and parts[0].first else b""
             self.world.commit(client, parts, parent)
-
-    @rule(pick=PICK, at=PICK)
-    def abort(self, pick: int, at: int) -> None:
-        if (client := self.client(pick)) and client.reservations:
-            self.world.abort(client, client.reservations[at % len(client.reservations)])
 
     @rule(
         pick=PICK,
@@ -214,17 +214,21 @@ class TierMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------ reading
 
-    @rule(pick=PICK, chain=CHAIN, which=PICK, shorter=st.booleans(), wait=st.sampled_from([1.0, 30.0]))
-    def load_what_is_there(self, pick: int, chain: list[bytes], which: int, shorter: bool, wait: float) -> None:
-        runs = restorable(self.world.rules, self.present(chain))
-        lengths = [n for low, high in runs for n in range(low, high + 1)]
-        if lengths and (client := self.client(pick)):
-            self.world.load(client, chain, lengths[which % len(lengths)], shorter=shorter, wait=wait)
-
-    @rule(pick=PICK, chain=CHAIN, prefix=PREFIX, shorter=st.booleans(), wait=st.sampled_from([1.0, 30.0]))
-    def load(self, pick: int, chain: list[bytes], prefix: int, shorter: bool, wait: float) -> None:
+    @rule(
+        pick=PICK,
+        chain=CHAIN,
+        at=PICK,
+        there=st.sampled_from([True, True, False]),
+        shorter=st.booleans(),
+        wait=st.sampled_from([1.0, 30.0]),
+    )
+    def load(self, pick: int, chain: list[bytes], at: int, there: bool, shorter: bool, wait: float) -> None:
+        """Load a prefix that a lookup would answer, or any."""
+        lengths = [n for low, high in restorable(self.world.rules, self.present(chain)) for n in range(low, high + 1)]
+        if not there or not lengths:
+            lengths = list(range(1, LENGTH + 1))
         if client := self.client(pick):
-            self.world.load(client, chain, prefix, shorter=shorter, wait=wait)
+            self.world.load(client, chain, lengths[at % len(lengths)], shorter=shorter, wait=wait)
 
     @rule(pick=PICK, chain=CHAIN, first=st.integers(0, LENGTH - 1), count=st.integers(1, 4), pools=PICK)
     def load_ranges(self, pick: int, chain: list[bytes], first: int, count: int, pools: int) -> None:
@@ -284,63 +288,57 @@ class TierMachine(RuleBasedStateMachine):
             there[i][first : first + count].all() for i, (first, count) in enumerate(r.needed(n) for r in rules.pools)
         )
 
-    @rule(pick=PICK, at=PICK)
-    def release(self, pick: int, at: int) -> None:
-        if (client := self.client(pick)) and client.core.loads:
-            loads = list(client.core.loads)
-            self.world.release(client, loads[at % len(loads)])
-
-    @rule(at=PICK)
-    def release_pin(self, at: int) -> None:
-        if self.pins:
-            client, pin, *_ = self.pins.pop(at % len(self.pins))
-            self.world.tier.release(client.core, [], [pin])
-            self.world.settle()
-
-    @rule(pick=PICK, at=PICK)
-    def cancel(self, pick: int, at: int) -> None:
-        if (client := self.client(pick)) and client.core.loads:
-            loads = list(client.core.loads)
-            load_id = loads[at % len(loads)]
+    @rule(pick=PICK, at=PICK, how=st.sampled_from(["release", "release", "cancel", "release a pin"]))
+    def let_go(self, pick: int, at: int, how: str) -> None:
+        if how == "release a pin":
+            if self.pins:
+                client, pin, *_ = self.pins.pop(at % len(self.pins))
+                self.world.tier.release(client.core, [], [pin])
+                self.world.settle()
+        elif (client := self.client(pick)) and client.core.loads:
+            load_id = list(client.core.loads)[at % len(client.core.loads)]
+            if how == "release":
+                self.world.release(client, load_id)
+                return
             ready = client.core.loads[load_id].ready
             self.world.tier.cancel(client.core, load_id)
             self.world.settle()
             assert (load_id in client.core.loads) == ready
 
-    @rule(pick=PICK)
-    def evict(self, pick: int) -> None:
-        if pick % 4 == 3:
-            pools = self.world.space.pools
-            pools[pick // 4 % len(pools)].drop_idle()
-
     # ------------------------------------------------------------------ the surroundings
 
-    @precondition(lambda self: self.world.publishes)
-    @rule(at=PICK, ok=st.sampled_from([True, True, True, False]))
-    def carry_publish(self, at: int, ok: bool) -> None:
-        self.world.carry_publish(at, ok=ok)
+    @precondition(lambda self: self.world.publishes or self.world.writes or self.world.reads)
+    @rule(
+        steps=st.lists(st.tuples(st.sampled_from(["publish", "write", "read"]), PICK), min_size=1, max_size=5),
+        faults=st.booleans(),
+        copied=st.sampled_from([True, True, False]),
+        written=st.lists(st.sampled_from(Written), min_size=1, max_size=3),
+        fetched=st.sampled_from(Fetched),
+        batch=st.integers(1, 4),
+    )
+    def carry_out(
+        self,
+        steps: list[tuple[str, int]],
+        faults: bool,
+        copied: bool,
+        written: list[Written],
+        fetched: Fetched,
+        batch: int,
+    ) -> None:
+        """Do some of what the core asked for, in any order."""
+        world = self.world
+        for kind, at in steps:
+            if kind == "publish" and world.publishes:
+                world.carry_publish(at, ok=copied or not faults)
+            elif kind == "write" and world.writes:
+                world.carry_write(at, written if faults else [Written.STORED])
+            elif kind == "read" and world.reads:
+                world.carry_read(at, batch, fetched if faults else Fetched.HIT)
+            world.check()
 
-    @precondition(lambda self: self.world.writes)
-    @rule(at=PICK, outcomes=st.lists(st.sampled_from([Written.STORED, *Written]), min_size=1, max_size=4))
-    def carry_write(self, at: int, outcomes: list[Written]) -> None:
-        self.world.carry_write(at, outcomes)
-
-    @precondition(lambda self: self.world.writes)
-    @rule(at=PICK)
-    def carry_good_write(self, at: int) -> None:
-        self.world.carry_write(at)
-
-    @precondition(lambda self: self.world.reads)
-    @rule(at=PICK, count=st.integers(1, 8), how=st.sampled_from([Fetched.HIT, Fetched.HIT, Fetched.HIT, *Fetched]))
-    def carry_read(self, at: int, count: int, how: Fetched) -> None:
-        self.world.carry_read(at, count, how)
-
-    @rule(pool=PICK, at=PICK)
-    def the_store_evicts(self, pool: int, at: int) -> None:
-        """A store may lose any page at any time; a miss is all that may come of it."""
-        if self.world.store and at % 4 == 3:
-            keys = list(self.world.store)
-            del self.world.store[keys[pool % len(keys)]]
+    @rule()
+    def carry_out_all(self) -> None:
+        self.world.carry_all()
 
     @rule(seconds=st.sampled_from([0.0, 0.3, 0.6, 2.5, 1000.0]))
     def tick(self, seconds: float) -> None:
