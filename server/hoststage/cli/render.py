@@ -46,7 +46,12 @@ def show_check(subject: Subject, verdict: NodeVerdict, findings: Sequence[Findin
 
 def _pools(subject: Subject, verdict: NodeVerdict) -> Table:
     # Nine columns have to fit a terminal of 80: no lines between them.
-    table = Table(title="pools of one process", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title="pools of one process (from window on, in pages)",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
     stages = len(subject.shards) > 1
     for name in (
         *(("stage",) if stages else ()),
@@ -60,7 +65,9 @@ def _pools(subject: Subject, verdict: NodeVerdict) -> Table:
         "reserve",
         "hold",
     ):
-        table.add_column(name, justify="left" if name in ("stage", "pool", "host") else "right")
+        # A long name may break; a number may not.
+        left, long = name in ("stage", "pool", "host"), name == "pool"
+        table.add_column(name, justify="left" if left else "right", no_wrap=not long, overflow="fold")
     for shard, _ in subject.shards:
         grant = next((g for g in verdict.grants if g.namespace == namespace_of(shard)), None)
         slots = {p.pool: p for p in grant.pools} if grant else {}
@@ -75,7 +82,7 @@ def _pools(subject: Subject, verdict: NodeVerdict) -> Table:
                 pool.name,
                 size_text(pool.page_bytes),
                 str(pool.page_tokens),
-                f"{pool.window_pages} pages" if pool.window_pages else "",
+                str(pool.window_pages) if pool.window_pages else "",
                 host,
                 *(map(str, counts) if counts else ("", "", "", "")),
             )
@@ -87,8 +94,16 @@ def _findings(findings: Sequence[Finding]) -> Table:
     table.add_column("severity")
     table.add_column("rule", overflow="fold")
     table.add_column("finding", overflow="fold")
+    modes: dict[tuple[str, Severity, str, str, str], list[str]] = {}
+    for f in findings:
+        said = modes.setdefault((f.rule, f.severity, f.subject, f.message, f.remedy), [])
+        said += [f.mode.value] if f.mode is not None else []
     for f in sorted(findings, key=lambda f: ORDER[f.severity]):
-        about = f" ({f.mode.value})" if f.mode is not None else ""
+        # What is said of several modes alike is said once.
+        told = modes.pop((f.rule, f.severity, f.subject, f.message, f.remedy), None)
+        if told is None:
+            continue
+        about = f" ({', '.join(told)})" if told else ""
         text = Text(f"{f.subject}{about}: {f.message}")
         if f.remedy:
             text.append(f"\n→ {f.remedy}", style="green")
