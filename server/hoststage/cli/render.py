@@ -50,7 +50,7 @@ def _pools(subject: Subject, verdict: NodeVerdict) -> Table:
         title="pools of one process (from window on, in pages)",
         title_justify="left",
         box=box.SIMPLE_HEAD,
-        pad_edge=False,
+        padding=0,
     )
     stages = len(subject.shards) > 1
     for name in (
