@@ -254,3 +254,14 @@ def test_pipeline_stages_are_judged_and_shown_apart() -> None:
     _, data = check("--preset deepseek-v3 --page-size 64 --pp-size 2")
     assert [(p["pp_rank"], p["layers"]) for p in data["pools"]] == [(0, 30), (1, 31)]
     assert all(p["write_slots"] for p in data["pools"])
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "gemma-3-27b", "mistral-7b-v0.1", "llama-4-scout"])
+def test_a_layout_named_unified_kv_is_taken_at_its_word_for_every_window_model(model: str) -> None:
+    result = run(
+        *("check", "--json", "--kv-layout", "unified_kv", "--", "python", "-m", "sglang.launch_server"),
+        *("--model-path", str(FIXTURES / model), "--hicache-host-memory-mode", "buffer_only"),
+        *("--enable-hierarchical-cache", "--hicache-storage-backend", "file"),
+    )
+    assert result.returncode == 1, result.stdout
+    assert "SWA_POOL_REQUIRED" in {f["rule"] for f in json.loads(result.stdout)["findings"]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from hoststage.core.stack import Identity, Parallel, Stack
+from hoststage.core.stack import Identity, KvLayout, Parallel, Stack
 from hoststage.models.capacity import assume_unsized, with_slots
 from hoststage.models.dtypes import kv_dtype, quantization_name
 from hoststage.models.errors import ModelError
@@ -188,6 +188,10 @@ def _window_pool(f: Fields, shape: ModelShape, s: EngineSettings) -> bool:
     if s.window_pool is not None:
         return s.window_pool
     if s.engine is Engine.NEUTRAL or shape.window_pool or not windowed:
+        return True
+    if s.kv_layout is KvLayout.UNIFIED_KV:
+        # Whoever names this layout says that window layers live in a ring of their own, on the device alone.
+        f.assume("swa_pool", "window layers are a device-only ring, as --kv-layout unified_kv says", "--no-swa-pool")
         return True
     f.assume(
         "swa_pool",
