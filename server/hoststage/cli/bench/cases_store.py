@@ -1,0 +1,131 @@
+"""Cases through the file store: drain and fill against direct I/O, and what the daemon spends on them."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from hoststage.cli.bench.ceilings import DirectIO
+from hoststage.cli.bench.peers import PeerAbsent
+from hoststage.cli.bench.peers.foreign import open_sglang
+from hoststage.cli.bench.process import CpuTime
+from hoststage.cli.bench.rig import MIB, Rig, ceiling, in_turns, product, ratio
+from hoststage.cli.bench.rows import Costs, Kind, at_least, at_most, measured
+
+DEPTH = 8
+"""Requests in flight: the daemon's default number of threads for writes, and for reads."""
+
+
+def file_store(rig: Rig) -> None:
+    """Drain and fill of 1 MiB pages against direct I/O at equal depth and SGLang's file backend; the daemon's CPU a GB."""
+    case, rounds = "file_store", rig.settings.pick(4, 9)
+    shape = rig.shape(batch=64, store="file")
+    with (
+        tempfile.TemporaryDirectory(prefix="hoststage-bench-", dir=rig.settings.folder) as folder,
+        rig.daemon("file", budget=1 << 30, store_limit=2 << 30) as node,
+        rig.client(node, shape, write=2 * shape.batch, read=2 * shape.batch) as client,
+    ):
+        direct = {"drain": DirectIO(Path(folder), shape.page_bytes, shape.batch, DEPTH)}
+        direct["fill"] = direct["drain"]
+        spent = {"drain": 0.0, "fill": 0.0, "direct drain": 0.0, "direct fill": 0.0}
+
+        def drain() -> float:
+            before = CpuTime.of(node.pid)
+            seconds = client.store_through()[1]
+            spent["drain"] += CpuTime.of(node.pid).since(before)
+            return seconds
+
+        def fill() -> float:
+            before = CpuTime.of(node.pid)
+            # The oldest run: in buffer_only nothing stays in host memory, and both sides bypass the kernel's cache.
+            seconds = client.views(client.runs[0])
+            client.runs.append(client.runs.pop(0))
+            spent["fill"] += CpuTime.of(node.pid).since(before)
+            return seconds
+
+        def bare(operation: str) -> float:
+            io = direct["drain"]
+            before = io.cpu_seconds
+            seconds = io.write() if operation == "drain" else io.read()
+            spent[f"direct {operation}"] += io.cpu_seconds - before
+            return seconds
+
+        drains = in_turns({"direct": lambda: bare("drain"), "hoststage": drain}, rounds)
+        fills = in_turns({"direct": lambda: bare("fill"), "hoststage": fill}, rounds)
+        copies = node.copies()
+    calls, gigabytes = rounds + 1, shape.bytes * (rounds + 1) / 1e9
+    for name, times, bound in (("drain", drains, 0.85), ("fill", fills, 0.85)):
+        costs = Costs(daemon_cpu_seconds=spent[name] * rounds / calls)
+        bare_cpu = spent[f"direct {name}"]
+        rig.add(
+            ceiling(
+                case,
+                "direct I/O",
+                name,
+                shape,
+                times["direct"],
+                f"depth {DEPTH}; {bare_cpu / gigabytes:.3f} CPU s a GB",
+            ),
+            product(
+                case,
+                f"{name} to the end",
+                shape,
+                times["hoststage"],
+                costs,
+                f"copies by the daemon: {copies:.0f}" if copies is not None else "",
+            ),
+            at_least(
+                case,
+                f"file store {name}, 1 MiB pages, over direct I/O at depth {DEPTH}",
+                ratio(times["direct"], times["hoststage"], rounds),
+                bound,
+            ),
+            at_most(
+                case,
+                f"daemon CPU a GB, shm + file store, {name}, above the I/O itself",
+                (spent[name] - bare_cpu) / gigabytes,
+                0.25,
+                "core-s/GB",
+            ),
+        )
+    _beside_sglang(rig, case, rounds)
+
+
+def _beside_sglang(rig: Rig, case: str, rounds: int) -> None:
+    """SGLang's file backend writes and reads one file a page through the kernel's cache; measured in turns with the product."""
+    shape = rig.shape(batch=32, store="file")
+    try:
+        peer = open_sglang(rig.settings.folder)
+    except PeerAbsent as reason:
+        rig.skip(case, "SGLang's file backend", str(reason))
+        return
+    with (
+        peer,
+        rig.daemon("file", budget=512 * MIB, store_limit=2 << 30) as node,
+        rig.client(node, shape, write=2 * shape.batch, read=2 * shape.batch) as client,
+    ):
+
+        def store() -> float:
+            return client.store_through()[1]
+
+        def load() -> float:
+            client.runs.append(client.runs.pop(0))
+            return client.load(client.runs[0])
+
+        size = (shape.batch, shape.page_bytes)
+        found = {
+            "store": in_turns({"peer": partial(peer.store, *size), "hoststage": store}, rounds),
+            "load": in_turns({"peer": partial(peer.load, *size), "hoststage": load}, rounds),
+            "store synced": in_turns({"peer": partial(peer.store_synced, *size), "hoststage": store}, rounds),
+            "load cold": in_turns({"peer": partial(peer.load_cold, *size), "hoststage": load}, rounds),
+        }
+    for name, times in found.items():
+        reached = name in ("store synced", "load cold")
+        note = "the device takes part" if reached else "in the kernel's page cache; the device takes no part"
+        value = ratio(times["peer"], times["hoststage"], rounds)
+        rig.add(
+            measured(Kind.PEER, case, peer.name, name, shape, times["peer"], note=note),
+            product(case, f"{name.split()[0]} beside it", shape, times["hoststage"], note="direct I/O"),
+            at_least(case, f"file store {name}, 1 MiB × 32, over SGLang's file backend", value, 3.0, note=note),
+        )
