@@ -275,3 +275,41 @@ async def test_a_session_that_cannot_get_its_memory_leaves_the_budget_as_it_was(
         await service.open(SessionRequest(stack()), Inbox())
     assert service.ledger.free == before
     assert service.facts().sessions == ()
+
+
+def sidecar_stack():
+    source = Pool("kv", PoolKind.KV, PAGE, 16, host_slots=64)
+    sidecar = Pool("indexer", PoolKind.SIDECAR, 3000, 16, indices_from_pool="kv", host_slots=64)
+    return Stack(Identity("m"), (source, sidecar), modes=(ModeWish(Mode.BUFFER_ONLY, True),))
+
+
+async def test_a_lookup_that_finds_a_foreign_sidecar_lets_the_page_be_stored_again(service):
+    inbox = Inbox()
+    session = await service.open(SessionRequest(sidecar_stack()), inbox)
+    keys = keys_of(1)
+    pages = {0: [os.urandom(PAGE)], 1: [os.urandom(3000)]}
+    await store(session, keys, pages, (0, 0, 1), (1, 0, 1))
+    await inbox.wait_for(ops.Stored)
+    assert (await ask(session, ops.Lookup(span(keys)))).longest == 1
+    # Another writer's sidecar takes the place of ours, as after a crash between two writes.
+    held = service.engine.store._groups[session.core.namespace.name, keys]
+    held["indexer"] = type(held["indexer"])(os.urandom(3000), b"another commit..", 0)
+    assert (await ask(session, ops.Reserve(span(keys, (0, 0, 1), (1, 0, 1))))).outcome is ops.Outcome.BELIEVED_STORED
+    assert (await ask(session, ops.Lookup(span(keys)))).longest == 0
+    inbox.messages.clear()
+    await store(session, keys, pages, (0, 0, 1), (1, 0, 1))
+    await inbox.wait_for(ops.Stored)
+    assert (await ask(session, ops.Lookup(span(keys)))).longest == 1
+
+
+async def test_a_belief_that_the_store_contradicts_is_healed_by_the_lookup(service):
+    inbox = Inbox()
+    session = await service.open(SessionRequest(stack()), inbox)
+    keys, pages = keys_of(2), {0: [os.urandom(PAGE), os.urandom(PAGE)]}
+    await store(session, keys, pages, (0, 0, 2))
+    await inbox.wait_for(ops.Stored)
+    await service.engine.store.delete(session.core.namespace.name, "kv", [keys[:32]])
+    assert (await ask(session, ops.Lookup(span(keys)))).longest == 0
+    again = await ask(session, ops.Reserve(span(keys, (0, 0, 2))))
+    assert again.slots[0].slots[0] != ops.NO_SLOT
+    assert again.slots[0].slots[1] == ops.NO_SLOT

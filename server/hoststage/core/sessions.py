@@ -86,6 +86,11 @@ class SessionCore:
         return not self.copying and all(w.table.free == w.table.size for w in self.write)
 
 
+def write_span(size: int, reserve: int) -> int:
+    """Return the slots of a read pool that loads leave to publishing, so that a flood of them cannot stop it."""
+    return min(reserve or 1, max(0, size - reserve))
+
+
 class NamespaceCore:
     """What sessions of one namespace share: read pools, beliefs, loads, and the keys of commits in flight."""
 
@@ -119,6 +124,24 @@ class NamespaceCore:
         self.keep = True
         for pool in self.pools:
             pool.keep = True
+
+    def heal(self, keys: Sequence[bytes], present: Sequence[Sequence[bytes | None]]) -> int:
+        """Forget pages whose sidecar is of another commit, so that they can be stored anew; return how many keys.
+
+        `present`: per pool, the commit id of each key's page, as a lookup found it.
+        """
+        torn: dict[int, set[bytes]] = {}
+        for place, rule in enumerate(self.rules.pools):
+            if rule.source < 0 or not rule.on_host:
+                continue
+            for key, mine, its in zip(keys, present[place], present[rule.source], strict=False):
+                if mine != its and mine is not None and its is not None:
+                    torn.setdefault(rule.source, set()).add(key)
+        for source, bad in torn.items():
+            for place in self.rules.group_of(source):
+                self.pools[place].drop(bad)
+                self.beliefs[place].drop(bad)
+        return sum(map(len, torn.values()))
 
     def has(self, pool: int, key: bytes) -> bool:
         """Return whether a page is believed stored, resident where that counts, or on its way."""

@@ -21,7 +21,7 @@ from hoststage.core.findings import Finding, Grant, NodeFacts, PoolGrant, Refusa
 from hoststage.core.ledger import Ledger, OverBudget
 from hoststage.core.prefix import PoolRule, Rules, rules_of
 from hoststage.core.readpool import ReadPool
-from hoststage.core.sessions import NamespaceCore, SessionCore, SessionLimits, SessionState
+from hoststage.core.sessions import NamespaceCore, SessionCore, SessionLimits, SessionState, write_span
 from hoststage.core.spans import shape_of
 from hoststage.core.stack import Mode, Stack, namespace_of
 from hoststage.core.tier import Tier
@@ -255,6 +255,9 @@ class Service:
             self.ledger.mark(found.holder, reclaimable=False)
             for pool, granted in zip(found.core.pools, _in_stack_order(request.stack, grant), strict=True):
                 pool.reserve = max(pool.reserve, min(granted.reserve_slots, pool.size))
+                if grant.mode is Mode.CACHE and not found.core.keep:
+                    # Until now nothing was published here, and loads had everything.
+                    pool.write_span = write_span(pool.size, pool.reserve)
             return found
         stack, rules = request.stack, rules_of(request.stack)
         grants = _in_stack_order(stack, grant)
@@ -536,6 +539,6 @@ def _in_stack_order(stack: Stack, grant: Grant) -> list[PoolGrant]:
 
 def _read_pool(grant: PoolGrant, rule: PoolRule, mode: Mode) -> ReadPool:
     cache = mode is Mode.CACHE
-    # Loads leave room for one write span, so that a flood of them cannot stop publishing; in buffer_only nothing is published.
-    span = min(grant.reserve_slots or 1, max(0, grant.read_slots - grant.reserve_slots)) if cache else 0
+    # In buffer_only nothing is published, and loads may have everything.
+    span = write_span(grant.read_slots, grant.reserve_slots) if cache else 0
     return ReadPool(grant.read_slots, reserve=grant.reserve_slots, write_span=span, keep=cache)

@@ -307,9 +307,13 @@ class Session:
                 found = await store.exists(space.name, rule.name, [keys[i] for i in missing])
                 for i, commit_id in zip(missing, found, strict=True):
                     pages[i] = commit_id
+                # A belief that the store contradicts would keep the page from ever being stored again.
+                gone = space.beliefs[place].drop([keys[i] for i in missing if pages[i] is None])
+                self._tier.counters["beliefs_healed", ""] += gone
             if place == space.rules.anchor and rule.needed(end) == (0, end):
                 # Beyond the anchor's first gap nothing can be restored: no need to ask further.
                 end = next((i for i in range(end) if pages[i] is None), end)
+        self._tier.counters["beliefs_healed", ""] += space.heal(keys[:end], present)
         if self.core.state is SessionState.ACTIVE:
             reply(self._lookup_reply(op, keys[:end], [pages[:end] for pages in present]))
             self._engine.settle()
