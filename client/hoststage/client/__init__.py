@@ -7,6 +7,7 @@ the caller hands in tensors.
 from hoststage.client._arenas import Arena, ArenaKind, Pin, PinLevel
 from hoststage.client._holds import HoldBatch, RestoredHold
 from hoststage.client._load import Loaded, LoadGroup, LoadStream, Match
+from hoststage.client._pages import ScatteredPages
 from hoststage.client._store import StoreResult, StoreTicket, WriteBatch
 from hoststage.client.cuda import RegistrationFailed
 from hoststage.client.errors import (
@@ -79,6 +80,7 @@ __all__ = [
     "Retraction",
     "RetractionWish",
     "Role",
+    "ScatteredPages",
     "Session",
     "SessionClosed",
     "SessionLost",

@@ -20,7 +20,7 @@ Keys: TypeAlias = Sequence[bytes] | bytes
 """Keys of one length each, as a list, or as one bytes object with keys of 32 bytes one after the other."""
 
 Rows: TypeAlias = Any
-"""Pages of one pool: a list of buffers of one page each, or one C-contiguous array or tensor whose first axis is the page."""
+"""Pages of one pool: a list of buffers of one page each, or one C-contiguous array or tensor whose first axis is the page, or `ScatteredPages`."""
 
 PACKED_KEY_BYTES = 32
 MAX_KEY_BYTES = 64
@@ -60,6 +60,46 @@ def pack_keys(keys: Keys) -> KeyRun:
     return KeyRun(packed, size)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ScatteredPages:
+    """Pages of one pool whose bytes lie in several places of this process's memory, as layer-first layouts have them.
+
+    addresses: `int64[pages, pieces]`. sizes: `int64[pieces]`, bytes of each piece, the same for every page; a page is its pieces one
+    after the other. keep: whatever holds the memory alive and mapped while the pages are used; the addresses are taken at their word.
+
+    :raises StackError: where the two do not fit each other.
+    """
+
+    addresses: Offsets
+    sizes: Offsets
+    keep: object = None
+
+    def __post_init__(self) -> None:
+        fits = (
+            self.addresses.ndim == 2 and self.sizes.shape == self.addresses.shape[1:] and bool((self.sizes > 0).all())
+        )
+        if not fits or self.addresses.dtype != np.int64 or self.sizes.dtype != np.int64:
+            found = f"{self.addresses.dtype}{self.addresses.shape} with sizes {self.sizes.dtype}{self.sizes.shape}"
+            raise StackError("pages", found, "pass int64[pages, pieces] and positive sizes int64[pieces]")
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return int(self.sizes.sum())
+
+    def cut(self, start: int, end: int) -> ScatteredPages:
+        """Return the pages `[start, end)`."""
+        return ScatteredPages(self.addresses[start:end], self.sizes, self.keep)
+
+    @property
+    def offsets(self) -> Offsets:
+        """Place of each piece in its page."""
+        return np.cumsum(self.sizes) - self.sizes
+
+
 class PageRows:
     """Rows of one pool, addressed. Keeps the caller's memory alive as long as it is used."""
 
@@ -68,7 +108,11 @@ class PageRows:
         self._page_bytes = page_bytes
         self._addresses: Offsets | None = None
         self._tensors: list[Any] = []
-        if isinstance(rows, list | tuple):
+        self._scattered: ScatteredPages | None = None
+        if isinstance(rows, ScatteredPages):
+            self.count = len(rows)
+            self._take_scattered(rows, pool)
+        elif isinstance(rows, list | tuple):
             self.count = len(rows)
             self._take_list(rows, pool, writable)
         else:
@@ -82,6 +126,13 @@ class PageRows:
         for i, row in enumerate(rows):
             addresses[i] = self._address(row, f"pages[{pool!r}][{i}]", self._page_bytes, writable)
         self._addresses = addresses
+
+    def _take_scattered(self, rows: ScatteredPages, pool: str) -> None:
+        if rows.page_bytes != self._page_bytes:
+            raise StackError(
+                f"pages[{pool!r}]", f"{rows.page_bytes} bytes", f"pages of this pool have {self._page_bytes} bytes"
+            )
+        self._scattered = rows
 
     def _take_array(self, rows: Any, pool: str, writable: bool) -> int:
         name = f"pages[{pool!r}]"
@@ -136,15 +187,24 @@ class PageRows:
                 to_device=not to_arena,
             )
             return
-        assert self._addresses is not None
         # The view keeps the range mapped, should the session be lost and its arenas given back meanwhile.
         guard = arena.whole()
-        rows, places = self._addresses[first + wanted], arena.addresses(slots[wanted])
+        rows, places, lengths = self._places(first + wanted, arena.addresses(slots[wanted]))
         if to_arena:
-            copy_pages(0, places, 0, rows, self._page_bytes)
+            copy_pages(0, places, 0, rows, lengths)
         else:
-            copy_pages(0, rows, 0, places, self._page_bytes)
+            copy_pages(0, rows, 0, places, lengths)
         guard.release()
+
+    def _places(self, wanted: Offsets, slots: Offsets) -> tuple[Offsets, Offsets, Offsets | int]:
+        """Return where the pieces of the wanted rows lie here, where in the slots at those addresses, and their lengths."""
+        if self._scattered is None:
+            assert self._addresses is not None
+            return self._addresses[wanted], slots, self._page_bytes
+        pieces = self._scattered
+        rows = pieces.addresses[wanted]
+        places = slots[:, None] + pieces.offsets
+        return rows.ravel(), places.ravel(), np.broadcast_to(pieces.sizes, rows.shape).ravel()
 
     def row_bytes(self, i: int) -> bytes:
         """Return the bytes of one row, for messages."""
@@ -153,6 +213,9 @@ class PageRows:
 
             host = self._tensors[i].reshape(-1).view(torch.uint8).cpu()
             return cast(bytes, host.numpy().tobytes())
+        if self._scattered is not None:
+            pieces = zip(self._scattered.addresses[i].tolist(), self._scattered.sizes.tolist(), strict=True)
+            return b"".join(ctypes.string_at(at, size) for at, size in pieces)
         assert self._addresses is not None
         return ctypes.string_at(int(self._addresses[i]), self._page_bytes)
 
@@ -161,8 +224,15 @@ class PageRows:
         if self._tensors:
             cuda.copy_rows([(self._tensors[i], data)], to_device=True)
             return
-        assert self._addresses is not None
         source = address_of(data)
+        if self._scattered is not None:
+            if source.nbytes != self._page_bytes:
+                raise ValueError(f"a page of {source.nbytes} bytes came where {self._page_bytes} were due")
+            pieces = self._scattered
+            froms = source.address + pieces.offsets
+            copy_pages(0, pieces.addresses[i], 0, froms, pieces.sizes)
+            return
+        assert self._addresses is not None
         ctypes.memmove(int(self._addresses[i]), source.address, self._page_bytes)
 
 

@@ -196,7 +196,7 @@ class Session:
 
         keys: content-chained keys of one length, in order: a list, or one bytes object with keys of 32 bytes. pages: per pool, a list
         of buffers of one page each, or a C-contiguous array or tensor whose first axis is the page (numpy or torch, on the host or a
-        device). They belong to the last keys of the run, unless `first[pool]` gives the place of the first one. parent: key of the page
+        device), or `ScatteredPages`. They belong to the last keys of the run, unless `first[pool]` gives the place of the first one. parent: key of the page
         before the run; the daemon then refuses a run whose parent it neither has nor is getting.
 
         A run larger than the write arena goes in several commits, each waiting for room; the ticket covers all of them. The caller's memory may be

@@ -1,0 +1,4 @@
+"""hoststage as the host tier of SGLang, turned on by flags: see `docs/sglang.md`.
+
+`backend.HostStageStorage` is a storage backend for `--hicache-storage-backend dynamic`. Only `backend` imports sglang.
+"""

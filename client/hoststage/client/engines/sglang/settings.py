@@ -1,0 +1,80 @@
+"""What an operator writes under `"hoststage"` in SGLang's `--hicache-storage-backend-extra-config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from hoststage.client.errors import StackError
+from hoststage.client.stack import Mode, ModeWish
+
+SECTION = "hoststage"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of the storage backend. Times in seconds.
+
+    address: of the daemon, as in `hoststage.client.connect`. tenant: pages never meet across it. weights_revision, quantization, kv_scales: parts of
+    the identity that SGLang's own configuration does not tell, or not well enough. modes: what is asked of the daemon, in order. slots: host slots a
+    pool, both sides together; a pool that is not named is sized by the daemon. required: a daemon that is absent or refuses stops the launch;
+    otherwise the engine runs on without it, every lookup a miss.
+    """
+
+    address: str | None = None
+    token: str = ""
+    tenant: str = "default"
+    weights_revision: str = ""
+    quantization: str = ""
+    kv_scales: str = ""
+    modes: tuple[ModeWish, ...] = (ModeWish(Mode.BUFFER_ONLY), ModeWish(Mode.CACHE))
+    slots: Mapping[str, int] = field(default_factory=dict)
+    required: bool = False
+    connect_timeout: float = 5.0
+    lookup_timeout: float = 2.0
+    load_timeout: float = 10.0
+    store_timeout: float = 30.0
+
+    @classmethod
+    def of(cls, extra_config: Mapping[str, Any] | None) -> Settings:
+        """Read the section. Raises `StackError` for a name or a value that means nothing; it says what would do."""
+        given = (extra_config or {}).get(SECTION, {})
+        if not isinstance(given, Mapping):
+            raise StackError(SECTION, given, "write an object with settings")
+        names = {f.name: f for f in fields(cls)}
+        unknown = sorted(set(given) - set(names))
+        if unknown:
+            raise StackError(f"{SECTION}.{unknown[0]}", given[unknown[0]], f"use one of {', '.join(sorted(names))}")
+        return cls(**{name: _value(name, value) for name, value in given.items()})
+
+
+def _value(name: str, value: Any) -> Any:
+    at = f"{SECTION}.{name}"
+    if name == "modes":
+        return tuple(_mode(at, word) for word in (value if isinstance(value, list) else [value]))
+    if name == "slots":
+        good = isinstance(value, Mapping) and all(_whole(n) for n in value.values())
+        return dict(_need(good, at, value, 'write pools and numbers, as {"kv": 4096}'))
+    if name == "required":
+        return _need(isinstance(value, bool), at, value, "write true or false")
+    if name.endswith("_timeout"):
+        good = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        return float(_need(good, at, value, "write seconds greater than 0"))
+    return _need(isinstance(value, str), at, value, "write text")
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _mode(at: str, word: object) -> ModeWish:
+    if word not in [mode.value for mode in Mode]:
+        raise StackError(at, word, f"use {' or '.join(mode.value for mode in Mode)}, or a list of them")
+    return ModeWish(Mode(word))
+
+
+def _need(ok: bool, at: str, value: Any, remedy: str) -> Any:
+    if not ok:
+        raise StackError(at, value, remedy)
+    return value
