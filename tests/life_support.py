@@ -131,6 +131,11 @@ def shared_files() -> set[str]:
     return {p.name for p in Path("/dev/shm").iterdir()}
 
 
+def no_new_shared_files(before: set[str]) -> None:
+    """Check that nothing was left in /dev/shm; what other programs of this machine have there for a while is not ours."""
+    seconds_until(lambda: shared_files() <= before, 20)
+
+
 # -------------------------------------------------------------- workers
 
 

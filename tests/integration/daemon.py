@@ -46,12 +46,20 @@ class Daemon:
     def log_file(self) -> Path:
         return self.folder / "daemon.log"
 
+    def command(self) -> list[str]:
+        """The program, without its arguments."""
+        return [sys.executable, "-m", "hoststage.cli.main"]
+
+    def environment(self) -> dict[str, str]:
+        """Its environment."""
+        return environment()
+
     def start(self) -> Daemon:
         """Start it and wait until it is ready."""
         store = self.folder / "store"
         store.mkdir(exist_ok=True)
         command = [
-            *(sys.executable, "-m", "hoststage.cli.main", "serve"),
+            *(*self.command(), "serve"),
             *("--socket", str(self.socket), "--http", "127.0.0.1:0", "--store", self.store or f"file://{store}"),
             *("--budget", self.budget, "--log-format", "json", "--set", "store.limit=1GiB"),
             *("--set", "store.min_free=64MiB"),
@@ -61,7 +69,7 @@ class Daemon:
         self.log_file.touch()
         seen = self.log_file.stat().st_size
         with self.log_file.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment())
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=self.environment())
         self._wait_ready(seen)
         return self
 

@@ -12,6 +12,7 @@ from tests.life_support import (
     check_loaded,
     counter,
     keys_of,
+    no_new_shared_files,
     pages,
     seconds_until,
     sessions,
@@ -33,7 +34,7 @@ def daemon(tmp_path_factory):
     made = Daemon(tmp_path_factory.mktemp("d"), store=f"memory:?read_delay={SLOW}&write_delay={SLOW}").start()
     yield made
     assert made.stop() == 0
-    assert shared_files() == before
+    no_new_shared_files(before)
 
 
 def stage_name(stage, mode, fork):

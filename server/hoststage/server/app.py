@@ -241,6 +241,7 @@ class Daemon:
             budget_bytes=budget,
             limits=session_limits,
             drains=DrainPolicy(max_pages=s.drain_pages, deadline=s.store_deadline),
+            beliefs_per_pool=s.beliefs,
             pinned="mlock" if settings.memory.lock and lockable else ("none" if limits.swap_bytes else "resident"),
             pin_problem="" if lockable else f"RLIMIT_MEMLOCK is {limits.memlock_bytes} bytes",
             memlock_bytes=limits.memlock_bytes,

@@ -120,6 +120,7 @@ class Staging(Section):
     store_deadline: Span = Field(30.0, description="a commit that cannot be stored for this long is dropped")
     load_deadline: Span = Field(30.0, description="of a load that names none")
     max_pin: Span = Field(30.0, description="longest life of a pin")
+    beliefs: int = Field(1_000_000, ge=1, description="keys remembered as stored, for each pool of a namespace")
     max_open_commits: int = Field(1024, ge=1, description="accepted and not yet stored, for each session")
     max_read_leases: int = Field(1 << 20, ge=1, description="pages leased, for each session")
     max_span_keys: int = Field(65536, ge=1, description="keys of one span")
