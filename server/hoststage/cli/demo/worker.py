@@ -17,7 +17,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,8 @@ from hoststage.client import (
     PayloadPath,
     PoolKind,
     PoolSpec,
+    Retraction,
+    RetractionWish,
     Session,
     StackSpec,
     connect,
@@ -97,8 +99,8 @@ def digest(page: pages.Buffer) -> str:
     return hashlib.blake2b(np.frombuffer(page, dtype=np.uint8).data, digest_size=16).hexdigest()
 
 
-def stack_of(model: models.LoadedModel, work: Work) -> StackSpec:
-    """Return the stack that a model presents: one pool a kind of layer."""
+def stack_of(model: models.LoadedModel, work: Work, *, retract: bool = False) -> StackSpec:
+    """Return the stack that a model presents: one pool a kind of layer. `retract`: with holds of one request."""
     pools = []
     for shape in pages.stack_shape(model):
         sliding = shape.window_tokens > 0
@@ -124,28 +126,37 @@ def stack_of(model: models.LoadedModel, work: Work) -> StackSpec:
         layout="layer_first",
         key_hash="blake2b-256",
     )
+    wish = RetractionWish(Retraction.HOST_POOL, required=True) if retract else RetractionWish()
     return StackSpec(
         identity=identity,
         pools=tuple(pools),
         modes=(ModeWish(Mode(work.mode), required=True),),
         paths=(PayloadPath(work.path),),
+        retraction=wish,
+        largest_request_tokens=work.prompt_tokens + work.new_tokens,
     )
 
 
-def _open(model: models.LoadedModel, work: Work, role: str) -> Session:
-    return connect(
-        work.address, stack=stack_of(model, work), worker=f"demo-{role}", client="hoststage demo", timeout=CALL_SECONDS
-    )
+def open_session(model: models.LoadedModel, work: Work, role: str, *, retract: bool = False) -> Session:
+    """Connect as the worker of that role."""
+    stack = stack_of(model, work, retract=retract)
+    return connect(work.address, stack=stack, worker=f"demo-{role}", client="hoststage demo", timeout=CALL_SECONDS)
 
 
-def _load_model(work: Work, result: Result) -> models.LoadedModel:
+class _Measured(Protocol):
+    load_model_seconds: float
+
+
+def load_model(work: Work, result: _Measured) -> models.LoadedModel:
+    """Load the model and warm it up."""
     model = models.load(models.DemoModel(work.model), threads=work.threads, page_tokens=PAGE_TOKENS, progress=progress)
     result.load_model_seconds = model.load_seconds
     generate.warm_up(model)
     return model
 
 
-def _pinned(session: Session) -> str:
+def pinned(session: Session) -> str:
+    """Return how firmly the daemon holds the memory that is mapped."""
     levels = {a.pin.level.value for a in session.arenas}
     return ", ".join(sorted(levels)) or "none (inline)"
 
@@ -153,7 +164,7 @@ def _pinned(session: Session) -> str:
 def run_prefill(work: Work) -> Result:
     """Prefill, store, and decode on as the uninterrupted run."""
     result = Result("prefill")
-    model = _load_model(work, result)
+    model = load_model(work, result)
     prompt = corpus.prompt_tokens(model, work.prompt_tokens)
     reusable = pages.reusable_tokens(len(prompt), PAGE_TOKENS)
     keys = pages.chain_keys(prompt[:reusable], PAGE_TOKENS)
@@ -169,8 +180,8 @@ def run_prefill(work: Work) -> Result:
                 pages.extract_page(cache, shape, index, row)
             taken[shape.name] = rows
 
-    with _open(model, work, "prefill") as session:
-        result.pinned = _pinned(session)
+    with open_session(model, work, "prefill") as session:
+        result.pinned = pinned(session)
         started = time.perf_counter()
         prefilled = generate.prefill(model, prompt, on_chunk=take, progress=progress)
         result.prefill_seconds = time.perf_counter() - started
@@ -191,12 +202,12 @@ def run_prefill(work: Work) -> Result:
 def run_decode(work: Work, seen: dict[str, Any]) -> Result:
     """Look up, load, compare, restore, and decode."""
     result = Result("decode")
-    model = _load_model(work, result)
+    model = load_model(work, result)
     prompt = corpus.prompt_tokens(model, work.prompt_tokens)
     reusable = pages.reusable_tokens(len(prompt), PAGE_TOKENS)
     keys = pages.chain_keys(prompt[:reusable], PAGE_TOKENS)
-    with _open(model, work, "decode") as session:
-        result.pinned = _pinned(session)
+    with open_session(model, work, "decode") as session:
+        result.pinned = pinned(session)
         progress("load", 0, 0)
         started = time.perf_counter()
         match = session.lookup(keys, pin_seconds=10.0)
@@ -225,19 +236,23 @@ def run_decode(work: Work, seen: dict[str, Any]) -> Result:
     return result
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run one worker."""
-    parser = argparse.ArgumentParser(prog="hoststage.cli.demo.worker", description=__doc__)
-    parser.add_argument("role", choices=["prefill", "decode"])
+def parse(arguments: list[str] | None, program: str, text: str, roles: list[str]) -> tuple[str, Work]:
+    """Return the role and the work that a worker is told on its command line."""
+    parser = argparse.ArgumentParser(prog=program, description=text)
+    parser.add_argument("role", choices=roles)
     for name in ("address", "model", "mode", "path", "run"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--prompt-tokens", type=int, required=True)
     parser.add_argument("--new-tokens", type=int, required=True)
-    parser.add_argument("--notes", type=Path, required=True, help="where the prefill worker's result is kept")
+    parser.add_argument("--notes", type=Path, required=True, help="where the first worker's result is kept")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     options = vars(parser.parse_args(arguments))
-    role = options.pop("role")
-    work = Work(**options)
+    return options.pop("role"), Work(**options)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run one worker."""
+    role, work = parse(arguments, "hoststage.cli.demo.worker", str(__doc__), ["prefill", "decode"])
     if role == "prefill":
         result = run_prefill(work)
         work.notes.write_text(json.dumps(asdict(result)), encoding="utf-8")
