@@ -118,10 +118,16 @@ def test_a_peer_that_is_not_installed_says_what_would_install_it(monkeypatch: py
     monkeypatch.setenv("PATH", "")
     with pytest.raises(PeerAbsent, match="apt-get install redis-server"):
         redis.RedisPeer()
-    monkeypatch.setattr(foreign, "_SGLANG_PLACES", ())
+    monkeypatch.setattr(foreign, "_CACHES", ())
     monkeypatch.delenv(foreign.SGLANG_PYTHON, raising=False)
     with pytest.raises(PeerAbsent, match="run tools"):
         foreign.open_sglang(None)
+    monkeypatch.delenv(foreign.LMCACHE_PYTHON, raising=False)
+    with pytest.raises(PeerAbsent, match="run tools"):
+        foreign.open_lmcache("zmq")
+    monkeypatch.delenv(foreign.MOONCAKE_PYTHON, raising=False)
+    with pytest.raises(PeerAbsent, match="run tools"):
+        foreign.open_mooncake("shm")
 
 
 def test_a_foreign_peer_that_breaks_tells_its_last_words(tmp_path, monkeypatch: pytest.MonkeyPatch):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from hoststage.cli.bench.peers import Peer, PeerAbsent
-from hoststage.cli.bench.peers.absent import absent_peers
-from hoststage.cli.bench.peers.foreign import open_sglang
+from hoststage.cli.bench.peers.foreign import open_lmcache, open_mooncake, open_sglang
 from hoststage.cli.bench.peers.redis import RedisPeer
 from hoststage.cli.bench.rig import MIB, Call, Rig, cycle, in_turns, product, ratio
 from hoststage.cli.bench.rows import Kind, Shape, at_least, measured
@@ -20,15 +19,20 @@ def peers(rig: Rig) -> None:
     """One page and batches of 1 and 4 MiB: store until accepted, load into memory, load as views."""
     case = "peers"
     found: list[Peer] = []
-    for open_peer in (RedisPeer, lambda: open_sglang(rig.settings.folder)):
+    for name, open_peer in (
+        ("Redis or Valkey", RedisPeer),
+        ("SGLang's file backend", partial(open_sglang, rig.settings.folder)),
+        ("LMCache's multiprocess server, ZMQ", partial(open_lmcache, "zmq")),
+        ("LMCache's multiprocess server, gRPC", partial(open_lmcache, "grpc")),
+        ("Mooncake's client, shared memory", partial(open_mooncake, "shm")),
+        ("Mooncake's client, TCP", partial(open_mooncake, "tcp")),
+    ):
         try:
             found.append(open_peer())
         except PeerAbsent as reason:
-            rig.skip(case, "Redis or Valkey" if open_peer is RedisPeer else "SGLang's file backend", str(reason))
-    for name, why in absent_peers():
-        rig.skip(case, name, why)
+            rig.skip(case, name, str(reason))
     try:
-        for page_bytes, batch, bound in SHAPES[:3] if rig.settings.quick else SHAPES:
+        for page_bytes, batch, bound in SHAPES[:2] if rig.settings.quick else SHAPES:
             shape = rig.shape(page_bytes=page_bytes, batch=batch, mode="cache", store="none")
             _beside(rig, case, shape, bound, found)
     finally:
@@ -37,7 +41,7 @@ def peers(rig: Rig) -> None:
 
 
 def _beside(rig: Rig, case: str, shape: Shape, bound: float, found: list[Peer]) -> None:
-    rounds = rig.settings.pick(7, 15) if shape.batch == 1 else rig.settings.pick(4, 9)
+    rounds = rig.settings.pick(5, 15) if shape.batch == 1 else rig.settings.pick(4, 9)
     calls = rig.settings.pick(4, 10) if shape.batch == 1 else 1
     size = (shape.batch, shape.page_bytes)
     storing = shape.but(mode="buffer_only", store="memory:")
@@ -67,6 +71,8 @@ def _beside(rig: Rig, case: str, shape: Shape, bound: float, found: list[Peer]) 
         product(case, "load into memory", shape, loads["load"]),
         product(case, "load as views", shape, loads["views"]),
     )
+    if not found:
+        return
     label = f"{shape.page_bytes // MIB} MiB × {shape.batch}"
     for peer in found:
         rig.add(

@@ -19,7 +19,7 @@ DEPTH = 8
 
 def file_store(rig: Rig) -> None:
     """Drain and fill of 1 MiB pages against direct I/O at equal depth and SGLang's file backend; the daemon's CPU a GB."""
-    case, rounds = "file_store", rig.settings.pick(4, 9)
+    case, rounds = "file_store", rig.settings.pick(3, 9)
     shape = rig.shape(batch=64, store="file")
     with (
         tempfile.TemporaryDirectory(prefix="hoststage-bench-", dir=rig.settings.folder) as folder,

@@ -35,7 +35,7 @@ CASES: dict[str, Case] = {
         Case("file_store", cases_store.file_store, 15),
         Case("handshake", cases_scale.handshake, 5),
         Case("residency", cases_scale.residency, 8),
-        Case("peers", cases_peers.peers, 15),
+        Case("peers", cases_peers.peers, 35),
         Case("prefault", cases_scale.prefault, 7),
         Case("fairness", cases_scale.fairness, 15),
         Case("flatness", cases_scale.flatness, 12),

@@ -14,7 +14,9 @@ from typing import Self
 from hoststage.cli.bench.peers import PeerAbsent
 
 SGLANG_PYTHON = "HOSTSTAGE_BENCH_SGLANG_PYTHON"
-_SGLANG_PLACES = ("/var/cache/hoststage/engines-sglang/bin/python", "~/.cache/hoststage/engines-sglang/bin/python")
+MOONCAKE_PYTHON = "HOSTSTAGE_BENCH_MOONCAKE_PYTHON"
+LMCACHE_PYTHON = "HOSTSTAGE_BENCH_LMCACHE_PYTHON"
+_CACHES = ("/var/cache/hoststage", "~/.cache/hoststage")
 
 
 class ForeignPeer:
@@ -114,10 +116,24 @@ class SglangPeer(ForeignPeer):
 
 def open_sglang(folder: Path | None) -> SglangPeer:
     """Return SGLang's file backend under `folder`. Raises `PeerAbsent`."""
-    places = [os.environ.get(SGLANG_PYTHON, ""), *(os.path.expanduser(place) for place in _SGLANG_PLACES)]
-    python = next((place for place in places if place and Path(place).exists()), None)
+    return SglangPeer(_python("sglang", "engines-sglang", "tools/engine_env.sh sglang", SGLANG_PYTHON), folder)
+
+
+def open_lmcache(transport: str) -> ForeignPeer:
+    """Return LMCache's multiprocess server over `zmq` or `grpc`, in CPU mode. Raises `PeerAbsent`."""
+    python = _python("lmcache", "peers-lmcache", "tools/peer_env.sh lmcache", LMCACHE_PYTHON)
+    return ForeignPeer(f"LMCache ({transport})", python, "lmcache_mp.py", transport, {})
+
+
+def open_mooncake(kind: str) -> ForeignPeer:
+    """Return Mooncake's client of a node over `shm` or `tcp`. Raises `PeerAbsent`."""
+    python = _python("mooncake", "peers-mooncake", "tools/peer_env.sh mooncake", MOONCAKE_PYTHON)
+    return ForeignPeer(f"Mooncake ({kind})", python, "mooncake_client.py", kind, {})
+
+
+def _python(package: str, place: str, recipe: str, variable: str) -> str:
+    places = [os.environ.get(variable, ""), *(f"{os.path.expanduser(cache)}/{place}/bin/python" for cache in _CACHES)]
+    python = next((path for path in places if path and Path(path).exists()), None)
     if python is None:
-        raise PeerAbsent(
-            f"there is no environment with sglang; run tools/engine_env.sh sglang, or name one in {SGLANG_PYTHON}"
-        )
-    return SglangPeer(python, folder)
+        raise PeerAbsent(f"there is no environment with {package}; run {recipe}, or name its Python in {variable}")
+    return python
