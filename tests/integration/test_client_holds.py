@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from hoststage.client import (
+    DeadlineExceeded,
     HostStageError,
     Outcome,
     PayloadPath,
@@ -225,3 +226,19 @@ def test_over_the_inline_path_holds_are_refused_at_the_handshake_and_say_why(dae
 
 def test_the_status_is_data(daemon):
     assert json.loads(daemon.get("/status.json"))["holds"].keys() >= {"ordinary", "durable", "slots_held", "slots"}
+
+
+def test_a_restore_that_nobody_waited_for_leaves_no_lease(tmp_path):
+    slow = Daemon(tmp_path, flags=["store.url=memory:?read_delay=1.5"]).start()
+    try:
+        with connect(slow.address, stack=spec("late"), timeout=20) as session:
+            with session.hold(b"me", "r", 0, {"kv": 1, "swa": 1}, durable=True) as hold:
+                hold.seal()
+            with pytest.raises(DeadlineExceeded):
+                session.restore(b"me", "r", 0, timeout=0.5)
+            found = session.restore(b"me", "r", 0)
+            assert found
+            found.release()
+            eventually(lambda: all(s["read_leases"] == 0 for s in slow.status()["sessions"]), 15)
+    finally:
+        slow.stop()

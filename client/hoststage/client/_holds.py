@@ -141,7 +141,12 @@ def hold(
 def restore(core: Core, name: pb.HoldId, deadline: Deadline) -> RestoredHold:
     """Find a sealed hold; see `Session.restore`."""
     link = _shared(core, deadline)
-    reply = link.call(pb.ClientMessage(restore=pb.Restore(id=name)), pb.RestoreReply, deadline)
+
+    def give_back(answer: Message) -> None:
+        if isinstance(answer, pb.ServerMessage) and answer.restore_reply.load_id:
+            link.post(Release((answer.restore_reply.load_id,)))
+
+    reply = link.call(pb.ClientMessage(restore=pb.Restore(id=name)), pb.RestoreReply, deadline, give_back)
     return RestoredHold(core, link, name, reply)
 
 

@@ -267,7 +267,12 @@ class Holds:
     async def _fetch(self, session: SessionCore, name: HoldName, record: HoldRecord, note: bytes) -> RestoredHold:
         """Bring a durable hold into the read arena, or where it is too large for that, into the session's own hold slots."""
         places = {rule.name: i for i, rule in enumerate(session.namespace.rules.pools)}
-        wants = [(places[pool], n) for pool, n in record.pools if pool in places]
+        missing = [pool for pool, _ in record.pools if pool not in places]
+        if missing:
+            return RestoredHold(
+                ops.Outcome.MISS, detail=f"the hold has pages of pool {missing[0]}, which is not in this stack"
+            )
+        wants = [(places[pool], n) for pool, n in record.pools]
         space = session.namespace
         if any(n > space.pools[pool].load_limit for pool, n in wants):
             return await self._copy(session, name, record, note, wants)
