@@ -17,24 +17,20 @@ import structlog
 
 from hoststage.core.commits import DrainPolicy
 from hoststage.core.fences import ProtocolRanges, evaluate
-from hoststage.core.findings import Finding, Grant, NodeFacts, PoolGrant, RefusalKind, Severity, Verdict
+from hoststage.core.findings import Grant, NodeFacts, Verdict
 from hoststage.core.ledger import Ledger, OverBudget
 from hoststage.core.prefix import PoolRule, Rules, rules_of
-from hoststage.core.readpool import ReadPool
-from hoststage.core.sessions import NamespaceCore, SessionCore, SessionLimits, SessionState, write_span
-from hoststage.core.spans import shape_of
-from hoststage.core.stack import Mode, Stack, namespace_of
+from hoststage.core.sessions import SessionCore, SessionLimits, SessionState
+from hoststage.core.stack import namespace_of
 from hoststage.core.tier import Tier
 from hoststage.core.writepool import WritePool
 from hoststage.server.contract import (
     ArenaDescriptor,
     ArenaFacts,
-    PinFacts,
     PoolFacts,
     Port,
     Refusal,
     RequestError,
-    SessionFacts,
     SessionRequest,
     TierFacts,
 )
@@ -44,6 +40,15 @@ from hoststage.server.staging.arenas import ArenaMaker, PoolArena
 from hoststage.server.staging.durable import HoldOptions
 from hoststage.server.staging.engine import Engine
 from hoststage.server.staging.holds import Holds
+from hoststage.server.staging.namespaces import (
+    NamespaceMemory,
+    adapt,
+    contended,
+    in_stack_order,
+    new_namespace,
+    space_holder,
+)
+from hoststage.server.staging.reports import read_pool_facts, session_facts, write_pool_facts
 from hoststage.server.staging.session import Session
 from hoststage.server.store.base import Store
 from hoststage.v1.ops import PROTOCOL_MAX, PROTOCOL_MIN
@@ -68,20 +73,6 @@ class ServiceOptions:
     holds: HoldOptions = field(default_factory=HoldOptions)
 
 
-@dataclass(slots=True)
-class _Namespace:
-    """A namespace's memory. `names` and `shapes`: of its pools, in stack order."""
-
-    core: NamespaceCore
-    arenas: list[PoolArena]
-    tenant: str
-    model: str
-    names: tuple[str, ...]
-    shapes: tuple[str, ...]
-    used_at: float
-    holder: str
-
-
 class Service:
     """See `TierService` for the meaning of the public methods."""
 
@@ -96,7 +87,7 @@ class Service:
         self._maker = ArenaMaker(pool, executor)
         self._arena_pool = pool
         self._sessions: dict[int, Session] = {}
-        self._namespaces: dict[str, _Namespace] = {}
+        self._namespaces: dict[str, NamespaceMemory] = {}
         # A lock lives only as long as someone opens a session of its namespace.
         self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._entering: set[str] = set()
@@ -126,7 +117,7 @@ class Service:
             return anew, not anew.refused
         return verdict, False
 
-    def _facts(self, live: _Namespace | None) -> NodeFacts:
+    def _facts(self, live: NamespaceMemory | None) -> NodeFacts:
         pools = live.core.pools if live else []
         names = live.names if live else ()
         return NodeFacts(
@@ -174,18 +165,18 @@ class Service:
             if anew:
                 await self._close_namespace(name)
             try:
-                await self._take(verdict.grant, name, holder, _space_holder(request, name))
+                await self._take(verdict.grant, name, holder, space_holder(request, name))
             except OverBudget:
                 # Someone else was faster while memory was being reclaimed: judge again, with what is left now.
                 continue
             return verdict, verdict.grant
-        raise Refusal(Verdict(None, (*verdict.findings, _contended(self.options.budget_bytes))))
+        raise Refusal(Verdict(None, (*verdict.findings, contended(self.options.budget_bytes))))
 
     def _unused(self, name: str, request: SessionRequest) -> None:
         """A session could not be opened after all: its namespace's memory is anybody's again, if nobody else uses it."""
         space = self._namespaces.get(name)
         if space is None:
-            self.ledger.give(_space_holder(request, name))
+            self.ledger.give(space_holder(request, name))
         elif not space.core.sessions:
             self.ledger.mark(space.holder, reclaimable=True)
 
@@ -248,49 +239,33 @@ class Service:
         await self._maker.release(space.arenas)
         log.info("namespace.closed", namespace=name[:12], model=space.model)
 
-    async def _namespace(self, request: SessionRequest, grant: Grant, name: str) -> _Namespace:
+    async def _namespace(self, request: SessionRequest, grant: Grant, name: str) -> NamespaceMemory:
         found = self._namespaces.get(name)
         if found is not None:
             found.used_at = self.engine.now()
             self.ledger.mark(found.holder, reclaimable=False)
-            for pool, granted in zip(found.core.pools, _in_stack_order(request.stack, grant), strict=True):
-                pool.reserve = max(pool.reserve, min(granted.reserve_slots, pool.size))
-                if grant.mode is Mode.CACHE and not found.core.keep:
-                    # Until now nothing was published here, and loads had everything.
-                    pool.write_span = write_span(pool.size, pool.reserve)
+            adapt(found, request.stack, grant)
             return found
-        stack, rules = request.stack, rules_of(request.stack)
-        grants = _in_stack_order(stack, grant)
-        tenant = stack.identity.tenant
-        arenas = await self._maker.make(tenant, ArenaKind.READ, rules.pools, [g.read_slots for g in grants])
-        keep = grant.mode is Mode.CACHE
-        pools = [_read_pool(g, rule, grant.mode) for g, rule in zip(grants, rules.pools, strict=True)]
-        core = NamespaceCore(
+        rules = rules_of(request.stack)
+        slots = [g.read_slots for g in in_stack_order(request.stack, grant)]
+        arenas = await self._maker.make(request.stack.identity.tenant, ArenaKind.READ, rules.pools, slots)
+        space = new_namespace(
+            request,
+            grant,
             name,
-            rules,
-            pools,
-            keep=keep,
+            arenas,
             has_store=self._store is not None,
             beliefs=self.options.beliefs_per_pool,
-        )
-        space = _Namespace(
-            core,
-            arenas,
-            tenant,
-            stack.identity.model,
-            tuple(p.name for p in stack.pools),
-            tuple(shape_of(stack, p) for p in stack.pools),
-            self.engine.now(),
-            _space_holder(request, name),
+            now=self.engine.now(),
         )
         self._namespaces[name] = space
-        self.tier.namespaces[name] = core
+        self.tier.namespaces[name] = space.core
         self.engine.read_arenas[name] = arenas
         log.info("namespace.opened", namespace=name[:12], model=space.model, bytes=grant.namespace_bytes)
         return space
 
     async def _write_arenas(self, request: SessionRequest, grant: Grant, rules: Rules) -> list[PoolArena]:
-        slots = [g.write_slots + g.hold_slots for g in _in_stack_order(request.stack, grant)]
+        slots = [g.write_slots + g.hold_slots for g in in_stack_order(request.stack, grant)]
         return await self._maker.make(request.stack.identity.tenant, ArenaKind.WRITE, rules.pools, slots)
 
     def _enter(
@@ -299,11 +274,11 @@ class Service:
         request: SessionRequest,
         verdict: Verdict,
         port: Port,
-        space: _Namespace,
+        space: NamespaceMemory,
         write: list[PoolArena],
     ) -> Session:
         assert verdict.grant is not None
-        grants = _in_stack_order(request.stack, verdict.grant)
+        grants = in_stack_order(request.stack, verdict.grant)
         core = SessionCore(
             session_id,
             space.core,
@@ -459,7 +434,7 @@ class Service:
         return TierFacts(
             self.options.budget_bytes,
             self.ledger.taken,
-            tuple(self._session_facts(s, now) for s in self._sessions.values()),
+            tuple(session_facts(s, now) for s in self._sessions.values()),
             tuple(self._pool_facts()),
             counters,
             waiting,
@@ -467,37 +442,11 @@ class Service:
             self.holds.facts(),
         )
 
-    def _session_facts(self, session: Session, now: float) -> SessionFacts:
-        core, request = session.core, session.request
-        return SessionFacts(
-            core.session,
-            request.client,
-            request.worker,
-            request.pid,
-            core.namespace.name,
-            request.stack.identity.model,
-            core.mode.value,
-            session.grant.path.value,
-            core.state.value,
-            session.grant.session_bytes,
-            len(core.commits),
-            core.read_leases,
-            now - session.opened_at,
-        )
-
     def _pool_facts(self) -> list[PoolFacts]:
-        out = []
-        for name, space in self._namespaces.items():
-            for arena, read in zip(space.arenas, space.core.pools, strict=True):
-                states = read.table.by_state()
-                out.append(_facts_of(name, arena, 0, read.size, states, read.reserve))
-        for session in self._sessions.values():
-            write = self.engine.write_arenas[session.session_id]
-            for arena, pool in zip(write, session.core.write, strict=True):
-                states = pool.table.by_state()
-                name = session.core.namespace.name
-                out.append(_facts_of(name, arena, session.session_id, pool.table.size, states, 0))
-        return out
+        read = [f for name, space in self._namespaces.items() for f in read_pool_facts(name, space)]
+        return read + [
+            f for s in self._sessions.values() for f in write_pool_facts(s, self.engine.write_arenas[s.session_id])
+        ]
 
     async def close(self) -> None:
         for session_id in list(self._sessions):
@@ -506,39 +455,3 @@ class Service:
         for name in list(self._namespaces):
             await self._close_namespace(name)
         await asyncio.get_running_loop().run_in_executor(self.executor, self._arena_pool.close)
-
-
-def _facts_of(
-    namespace: str, arena: PoolArena, session: int, slots: int, states: dict[str, int], reserve: int
-) -> PoolFacts:
-    pin: PinFacts = arena.pin()
-    return PoolFacts(namespace, arena.rule.name, arena.kind, session, arena.rule.stride, slots, states, reserve, pin)
-
-
-def _space_holder(request: SessionRequest, name: str) -> str:
-    return f"namespace {name[:12]} ({request.stack.identity.model})"
-
-
-def _contended(budget: int) -> Finding:
-    return Finding(
-        "BUDGET",
-        Severity.REFUSED,
-        "memory.budget",
-        f"others took what was free of the budget of {budget} bytes, again and again, while this session was being opened",
-        "try again, or raise memory.budget of the daemon",
-        kind=RefusalKind.RESOURCE_EXHAUSTED,
-        values={"budget_bytes": budget},
-    )
-
-
-def _in_stack_order(stack: Stack, grant: Grant) -> list[PoolGrant]:
-    """Return one grant a pool of the stack; a pool that stays on the device has no slots."""
-    by_name = {g.pool: g for g in grant.pools}
-    return [by_name.get(p.name) or PoolGrant(p.name, p.stride, 0, 0) for p in stack.pools]
-
-
-def _read_pool(grant: PoolGrant, rule: PoolRule, mode: Mode) -> ReadPool:
-    cache = mode is Mode.CACHE
-    # In buffer_only nothing is published, and loads may have everything.
-    span = write_span(grant.read_slots, grant.reserve_slots) if cache else 0
-    return ReadPool(grant.read_slots, reserve=grant.reserve_slots, write_span=span, keep=cache)
