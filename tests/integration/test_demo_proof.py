@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from hoststage.cli.demo.models import DemoModel, ModelUnavailableError, locate
-from tests.integration.daemon import Daemon, environment
+from tests.integration.daemon import Daemon, environment, eventually
 
 FIELDS = {
     *("model", "mode", "path", "tokens_identical", "pages_identical", "prefill_seconds"),
@@ -79,3 +79,37 @@ def test_a_daemon_that_is_not_there_fails_the_proof_in_words(tmp_path):
     assert result.returncode == 1
     assert "the proof failed" in result.stderr
     assert result.stdout == ""
+
+
+def test_sessions_of_the_demo_say_goodbye_and_a_terminated_demo_leaves_nothing(tmp_path):
+    need("smollm2")
+    daemon = Daemon(tmp_path, budget="1GiB").start()
+    try:
+        result = demo(
+            *("--address", daemon.address, "--mode", "cache", "--path", "shm"),
+            *("--prompt-tokens", "128", "--new-tokens", "2"),
+        )
+        assert result.returncode == 0, result.stderr
+        assert "smollm2 cache shm: proved" in result.stderr, "one line a finished run where nobody watches"
+        ends = [e["reason"] for e in daemon.events() if e.get("event") == "session.ended"]
+        assert ends == ["goodbye", "goodbye"]
+    finally:
+        daemon.kill()
+
+
+def test_a_terminated_demo_cleans_up(tmp_path):
+    need("smollm2")
+    command = [sys.executable, "-m", "hoststage.cli.main", "demo", "--mode", "cache", "--path", "shm"]
+    process = subprocess.Popen(
+        command,
+        env=environment() | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    eventually(lambda: list(tmp_path.glob("hoststage-demo-*/hoststage.sock")), 60)
+    process.terminate()
+    _, words = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted after 0 of 1 runs" in words
+    assert list(tmp_path.iterdir()) == []

@@ -65,7 +65,7 @@ def test_wheel_is_a_namespace_package_and_holds_nothing_else(wheel: Path) -> Non
     assert "hoststage/__init__.py" not in held
     folders = {n.split("/")[0] for n in held}
     assert all(f == "hoststage" or f.endswith(".dist-info") for f in folders), folders
-    assert "hoststage = hoststage.cli.main:main" in entry_points
+    assert "hoststage = hoststage.cli.entry:main" in entry_points
     assert any(n.endswith(".dist-info/licenses/LICENSE") for n in held)
 
 

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+from tests.integration.daemon import environment
+
 from hoststage.cli.main import COMMANDS, load
 
 PATH = os.pathsep.join(["proto", "server", "client"])
@@ -62,3 +64,13 @@ def test_version_runs() -> None:
     done = run("version")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("hoststage ")
+
+
+def test_with_the_client_alone_the_command_says_what_to_install() -> None:
+    code = "import sys; sys.modules['typer'] = None; from hoststage.cli.entry import main; main()"
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=30, check=False
+    )
+    assert result.returncode == 2
+    assert "pip install 'hoststage[server]'" in result.stderr
+    assert "Traceback" not in result.stderr

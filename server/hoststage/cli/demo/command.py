@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -19,11 +21,11 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from hoststage.cli.demo.models import DemoModel, ModelUnavailableError, locate, prepare
+from hoststage.cli.demo.reports import RetractReport, RunReport, line, retract_table, table
 
-PROVED, NOT_PROVED, UNUSABLE = 0, 1, 2
+PROVED, NOT_PROVED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
 
 
 class ModeChoice(StrEnum):
@@ -40,63 +42,6 @@ class PathChoice(StrEnum):
     SHM = "shm"
     INLINE = "inline"
     ALL = "all"
-
-
-@dataclass(frozen=True, slots=True)
-class RunReport:
-    """One run, as `--json` prints it. Seconds and bytes."""
-
-    model: str
-    mode: str
-    path: str
-    tokens_identical: bool
-    pages_identical: bool
-    prefill_seconds: float
-    restore_seconds: float
-    first_token_seconds: float
-    first_token_speedup: float
-    store_seconds: float
-    load_seconds: float
-    load_gb_per_second: float
-    pages: int
-    bytes: int
-    pools: dict[str, dict[str, int]]
-    prompt_tokens: int
-    new_tokens: int
-    pinned: str
-
-    @property
-    def proved(self) -> bool:
-        return self.tokens_identical and self.pages_identical
-
-
-@dataclass(frozen=True, slots=True)
-class RetractReport:
-    """One run of `--retract`, as `--json` prints it. Seconds and bytes. `restore_seconds`: from the hold into a new cache."""
-
-    model: str
-    mode: str
-    path: str
-    retract: bool
-    tokens_identical: bool
-    pages_identical: bool
-    prefill_seconds: float
-    hold_seconds: float
-    restore_seconds: float
-    hold_bytes: int
-    pages: int
-    bytes: int
-    pools: dict[str, dict[str, int]]
-    prompt_tokens: int
-    new_tokens: int
-    retracted_after: int
-    other_tokens: int
-    other_pages: int
-    pinned: str
-
-    @property
-    def proved(self) -> bool:
-        return self.tokens_identical and self.pages_identical
 
 
 class WorkerFailed(Exception):
@@ -131,6 +76,8 @@ def demo(
         _fail(str(error))
     reports: list[RunReport | RetractReport] = []
     once = run_retract if retract else run
+    # A terminated demo cleans up behind itself like an interrupted one.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with _progress(console) as bars:
             _prepare(model, bars)
@@ -141,16 +88,29 @@ def demo(
                         reports.append(report)
                         if as_json:
                             print(json.dumps(asdict(report)), flush=True)
+                        if not console.is_terminal:
+                            console.print(line(report), highlight=False)
     except WorkerFailed as error:
         console.print(f"[red]the proof failed[/red]: {error}", highlight=False)
+        _show(reports, as_json=as_json)
         raise typer.Exit(NOT_PROVED) from None
-    if not as_json:
-        plain = [r for r in reports if isinstance(r, RunReport)]
-        Console().print(table(plain) if plain else retract_table([r for r in reports if isinstance(r, RetractReport)]))
+    except KeyboardInterrupt:
+        console.print(f"interrupted after {len(reports)} of {len(modes) * len(paths)} runs")
+        _show(reports, as_json=as_json)
+        raise typer.Exit(INTERRUPTED) from None
+    _show(reports, as_json=as_json)
     proved = all(r.proved for r in reports)
     word = "[green]proved[/green]" if proved else "[red]NOT proved[/red]"
     console.print(f"{word}: {len(reports)} runs, tokens and pages compared between processes", highlight=False)
     raise typer.Exit(PROVED if proved else NOT_PROVED)
+
+
+def _show(reports: list[RunReport | RetractReport], *, as_json: bool) -> None:
+    """Print the table of the runs that ended."""
+    plain = [r for r in reports if isinstance(r, RunReport)]
+    retracted = [r for r in reports if isinstance(r, RetractReport)]
+    if reports and not as_json:
+        Console().print(table(plain) if plain else retract_table(retracted))
 
 
 def _paths_with_holds(paths: list[PathChoice], console: Console) -> list[PathChoice]:
@@ -328,7 +288,9 @@ def _worker(module: str, role: str, arguments: list[str], label: str, bars: Prog
     bar = bars.add_task(f"{label}: {role}", total=None)
     result: dict[str, Any] | None = None
     with tempfile.TemporaryFile() as words:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=words, text=True)
+        # Two worker threads that spin for each other would fight whoever else wants the cores.
+        env = {"OMP_WAIT_POLICY": "passive", **os.environ}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=words, text=True, env=env)
         assert process.stdout is not None
         try:
             for line in process.stdout:
@@ -358,67 +320,3 @@ def _event(line: str, bars: Progress, bar: TaskID, label: str) -> dict[str, Any]
         return None
     found: dict[str, Any] | None = event.get("result")
     return found
-
-
-def table(reports: list[RunReport]) -> Table:
-    """Return the proof as a table, one column a run."""
-    out = Table(title=f"{reports[0].model}: prefill worker → daemon → decode worker", title_justify="left")
-    out.add_column("")
-    for r in reports:
-        out.add_column(f"{r.mode}\n{r.path}", justify="right")
-
-    def row(name: str, cell: Callable[[RunReport], str]) -> None:
-        out.add_row(name, *(cell(r) for r in reports))
-
-    row("tokens", lambda r: _verdict(r.tokens_identical))
-    row("pages", lambda r: _verdict(r.pages_identical))
-    for pool in reports[0].pools:
-        row(f"{pool} pages", lambda r, p=pool: str(r.pools[p]["pages"]))  # type: ignore[misc]
-        row(f"{pool} MB", lambda r, p=pool: f"{r.pools[p]['bytes'] / 1e6:.1f}")  # type: ignore[misc]
-    row("prefill s", lambda r: f"{r.prefill_seconds:.2f}")
-    row("restore s", lambda r: f"{r.restore_seconds:.2f}")
-    row("first token s", lambda r: f"{r.first_token_seconds:.2f}")
-    row("first token sooner", lambda r: f"{r.first_token_speedup:.1f}×")
-    row("store s", lambda r: f"{r.store_seconds:.3f}")
-    row("lookup + load s", lambda r: f"{r.load_seconds:.3f}")
-    row("load GB/s", lambda r: f"{r.load_gb_per_second:.2f}")
-    row("pinned", lambda r: r.pinned)
-    out.caption = (
-        f"{reports[0].prompt_tokens} prompt tokens, {reports[0].new_tokens} decoded. store: to the store's acknowledgement. "
-        "restore: lookup, load, and the copy into a new cache. Loads of resident pages are zero-copy views."
-    )
-    out.caption_justify = "left"
-    return out
-
-
-def retract_table(reports: list[RetractReport]) -> Table:
-    """Return the proof of a retraction as a table, one column a run."""
-    first = reports[0]
-    out = Table(title=f"{first.model}: decode → hold → another request → decode on", title_justify="left")
-    out.add_column("")
-    for r in reports:
-        out.add_column(f"{r.mode}\n{r.path}", justify="right")
-
-    def row(name: str, cell: Callable[[RetractReport], str]) -> None:
-        out.add_row(name, *(cell(r) for r in reports))
-
-    row("tokens", lambda r: _verdict(r.tokens_identical))
-    row("pages", lambda r: _verdict(r.pages_identical))
-    for pool in first.pools:
-        row(f"{pool} pages", lambda r, p=pool: str(r.pools[p]["pages"]))  # type: ignore[misc]
-    row("hold MB", lambda r: f"{r.hold_bytes / 1e6:.1f}")
-    row("prefill s", lambda r: f"{r.prefill_seconds:.2f}")
-    row("hold s", lambda r: f"{r.hold_seconds:.3f}")
-    row("restore s", lambda r: f"{r.restore_seconds:.3f}")
-    row("pinned", lambda r: r.pinned)
-    out.caption = (
-        f"{first.prompt_tokens} prompt tokens, {first.new_tokens} decoded, retracted after {first.retracted_after}. In between another request of "
-        f"{first.other_tokens} tokens ran on the same model and stored and loaded {first.other_pages} pages. Sliding layers hold their "
-        "trailing window alone."
-    )
-    out.caption_justify = "left"
-    return out
-
-
-def _verdict(same: bool) -> str:
-    return "[green]identical[/green]" if same else "[red]DIFFER[/red]"

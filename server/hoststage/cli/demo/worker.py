@@ -161,6 +161,13 @@ def pinned(session: Session) -> str:
     return ", ".join(sorted(levels)) or "none (inline)"
 
 
+def note_pages(result: Result, held: dict[str, dict[int, memoryview]]) -> None:
+    """Note digest, number and bytes of loaded pages."""
+    for name, by_index in held.items():
+        result.digests[name] = {i: digest(page) for i, page in by_index.items()}
+        result.traffic[name] = PoolTraffic(len(by_index), sum(len(p) for p in by_index.values()))
+
+
 def run_prefill(work: Work) -> Result:
     """Prefill, store, and decode on as the uninterrupted run."""
     result = Result("prefill")
@@ -226,9 +233,8 @@ def run_decode(work: Work, seen: dict[str, Any]) -> Result:
             first = prefilled.next_token
             result.first_token_seconds = time.perf_counter() - started
             # Compared outside the timing, on the very memory that was loaded.
-            for name, by_index in held.items():
-                result.digests[name] = {i: digest(page) for i, page in by_index.items()}
-                result.traffic[name] = PoolTraffic(len(by_index), sum(len(p) for p in by_index.values()))
+            note_pages(result, held)
+            # A view that outlives the session keeps its memory mapped, and so the session alive.
             del held
     wanted = {name: {int(i): d for i, d in by_index.items()} for name, by_index in seen["digests"].items()}
     result.pages_identical = result.digests == wanted
