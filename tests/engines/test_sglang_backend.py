@@ -501,6 +501,10 @@ def test_nothing_escapes_into_the_engine_whatever_it_passes(node: Daemon) -> Non
     assert backend.batch_exists([]) == 0
     assert backend.batch_get_v1([], sg.ids(pool, [])) == []
     backend.clear()
+    assert all(backend.batch_set_v1(keys, sg.ids(pool, [0, 1])))
     backend.close()
     backend.close()
+    # A thread that outlives the detach hears of misses, and opens no session anew.
     assert backend.batch_exists(keys) == 0
+    assert backend.batch_set_v2([sg.transfer(PoolName.KV, keys, pool, [0, 1])]) == {PoolName.KV: [False, False]}
+    assert eventually(lambda: not [one for one in node.status()["sessions"] if "sglang" in json.dumps(one)])

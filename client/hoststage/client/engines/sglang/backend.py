@@ -84,6 +84,7 @@ class HostStageStorage(HiCacheStorage):  # type: ignore[misc]
         self._channels: dict[str, Channel] = {}
         self._building = threading.Lock()
         self._page_tokens = 1
+        self._closed = False
 
     # -------------------------------------------------------------- registration
 
@@ -139,6 +140,9 @@ class HostStageStorage(HiCacheStorage):  # type: ignore[misc]
                 rank = f"tp{self.storage_config.tp_rank} pp{self.storage_config.pp_rank} pid {os.getpid()}"
                 found = Channel(stack, self.settings, f"sglang {family.source} {rank}")
                 self._channels.update(dict.fromkeys(family.names, found))
+                if self._closed:
+                    # A thread of the engine that outlived the detach: it hears of misses, and opens nothing anew.
+                    found.close()
             return found
 
     # -------------------------------------------------------------- the kv pool by itself
@@ -319,7 +323,8 @@ class HostStageStorage(HiCacheStorage):  # type: ignore[misc]
     def close(self) -> None:
         """End the sessions. Safe to repeat."""
         with self._building:
-            channels, self._channels = list(dict.fromkeys(self._channels.values())), {}
+            self._closed = True
+            channels = list(dict.fromkeys(self._channels.values()))
         for channel in channels:
             channel.close()
 
