@@ -189,7 +189,14 @@ class Core:
         try:
             self._link.flush_released()
             self._kept += self._link.unmap()
-            if not self.retained_bytes:
+            if retained := self.retained_bytes:
+                _log.warning(
+                    "session %d was closed while views of its pages are alive: %d bytes stay mapped and count against the daemon's budget, "
+                    "and the session lingers there, until they are dropped",
+                    self._link.welcome.session,
+                    retained,
+                )
+            else:
                 self._part(deadline)
         finally:
             if held:
