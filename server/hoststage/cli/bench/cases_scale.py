@@ -37,7 +37,17 @@ def fairness(rig: Rig) -> None:
         rig.add(
             at_least(case, f"{label}: total throughput over the best count", last.pages_per_s / best, 0.8),
             at_least(case, f"{label}: slowest session over its fair share", last.least_share, 0.5),
+            at_most(
+                case,
+                f"rise of daemon CPU a page, {operation}, {counts[0]} to {counts[-1]} sessions",
+                _rise_of_cpu(found),
+                1.2,
+            ),
         )
+
+
+def _rise_of_cpu(found: list[Crowd]) -> float:
+    return rise([c.daemon_cpu_seconds / sum(len(r.times) for r in c.reports) for c in found])
 
 
 def residency(rig: Rig) -> None:
@@ -146,6 +156,7 @@ def _flat_over_batches(rig: Rig) -> None:
             shape = rig.shape(page_bytes=64 << 10, batch=batch, mode="cache", store="none")
             # The same memory for every batch: larger ones must not gain or lose by the caches.
             with rig.client(node, shape, write=128, read=640) as client:
+                client.spread(128)
                 _growing(rig, case, client, shape, costs, rounds, calls, "batch")
     for operation, found in costs.items():
         rig.add(

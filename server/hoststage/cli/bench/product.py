@@ -111,6 +111,8 @@ class Client:
         size = (shape.batch, shape.page_bytes)
         self.source: dict[str, Pages] = {name: generator.integers(0, 256, size, dtype=np.uint8) for name in self.names}
         self.target: dict[str, Pages] = {name: np.ones(size, dtype=np.uint8) for name in self.names}
+        self._ring = self.target
+        self._at = 0
         self.runs: list[Keys] = []
         self._stamps: dict[bytes, int] = {}
 
@@ -136,8 +138,21 @@ class Client:
         if result.outcome not in (Outcome.STORED, Outcome.RESIDENT):
             raise BenchError(f"a store ended with {result.outcome.name}: {result.detail}")
 
+    def spread(self, rows: int) -> None:
+        """Let loads go to ever other places of memory of that many rows, so that small batches gain nothing by the CPU's caches."""
+        size = (max(rows, self.shape.batch), self.shape.page_bytes)
+        self._ring = {name: np.ones(size, dtype=np.uint8) for name in self.names}
+
+    def _next_target(self) -> None:
+        room = len(self._ring[self.names[0]]) // self.shape.batch
+        self._at = (self._at + 1) % room
+        low = self._at * self.shape.batch
+        self.target = {name: rows[low : low + self.shape.batch] for name, rows in self._ring.items()}
+
     def load(self, run: Keys) -> float:
         """Load a run into the caller's memory; return seconds."""
+        if self._ring is not self.target:
+            self._next_target()
         started = time.perf_counter()
         loaded = self.session.load(run, into=self.target)
         seconds = time.perf_counter() - started
