@@ -155,7 +155,51 @@ def test_the_budget_counts_every_process_of_the_node() -> None:
     assert status == 1
     (finding,) = [f for f in data["findings"] if f["severity"] == "refused"]
     assert finding["rule"] == "BUDGET"
-    assert finding["message"].startswith("Process 2 of 2")
+    # 1,000 pages of 4 MiB for each of 2 ranks are 7.8125 GiB.
+    assert "The 2 processes together need 7.9 GiB with the sizes asked for" in finding["message"]
+    assert "Raise the budget to 7.9 GiB or more" in finding["remedy"]
+    assert check(base.replace("5GiB", "7.9GiB"))[0] == 0
+
+
+QWEN = "--preset qwen3-32b --page-size 64 --tp-size 8 --mode buffer_only"
+"""A page of one of 8 ranks is 64 layers × 2 × 128 × 2 × 64 = 2 MiB; the least is 4 + 4 of them each, 128 MiB for all."""
+
+
+@pytest.mark.parametrize(("budget", "slots"), [("128MiB", 8), ("140MiB", 8), ("200MiB", 12)])
+def test_all_processes_are_granted_an_even_share_where_the_chosen_sizes_are_too_many(budget: str, slots: int) -> None:
+    status, data = check(f"{QWEN} --budget {budget}")
+    assert (status, data["granted"]) == (0, "buffer_only")
+    (pool,) = data["pools"]
+    assert pool["write_slots"] + pool["read_slots"] == slots
+    (finding,) = [f for f in data["findings"] if f["rule"] == "BUDGET"]
+    assert finding["severity"] == "adjusted"
+    assert finding["message"].endswith(f"in slots: kv {slots}.")
+    assert "raise the budget to 256.0 MiB or more" in finding["remedy"]
+
+
+def test_an_even_share_that_every_process_asks_for_is_granted_as_it_stands(tmp_path: Path) -> None:
+    pools = [{"name": "kv", "kind": "kv", "page_bytes": 2 << 20, "page_tokens": 64, "host_slots": 12}]
+    path = tmp_path / "stack.json"
+    path.write_text(json.dumps({"model": "m", "modes": ["buffer_only"], "pools": pools}))
+    # 8 processes of one namespace: 8 × 6 written, 6 read, of 2 MiB each.
+    assert check(f"--stack {path} --ranks 8 --budget 108MiB")[0] == 0
+    assert check(f"--stack {path} --ranks 8 --budget 107MiB")[0] == 1
+
+
+def test_sizes_that_fit_are_left_to_the_daemon() -> None:
+    status, data = check(f"{QWEN} --budget 256MiB")
+    assert status == 0
+    assert "BUDGET" not in {f["rule"] for f in data["findings"]}
+
+
+@pytest.mark.parametrize("budget", ["10MiB", "16MiB", "100MiB", "134217727"])
+def test_the_remedy_names_the_room_of_all_processes_at_once(budget: str) -> None:
+    status, data = check(f"{QWEN} --budget {budget}")
+    assert status == 1
+    (finding,) = [f for f in data["findings"] if f["rule"] == "BUDGET"]
+    assert "The 8 processes together need 128.0 MiB at the least" in finding["message"]
+    assert finding["remedy"].startswith("Raise the budget to 128.0 MiB or more")
+    assert (finding["values"]["least_bytes"], finding["values"]["processes"]) == (128 << 20, 8)
 
 
 def test_ranks_of_a_latent_model_share_one_read_arena() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from hoststage.cli.inputs import ASSUMED
+from hoststage.cli.room import BUDGET, asking, even_share, room_finding
 from hoststage.core.fences import evaluate
 from hoststage.core.findings import BudgetHolder, Finding, Grant, NodeFacts, Severity
 from hoststage.core.sizing import size_pools
@@ -29,48 +30,80 @@ class NodeVerdict:
 
 @dataclass(slots=True)
 class _Node:
-    """A node that fills up. Read arenas belong to a namespace and are charged once."""
+    """A node that fills up. Read arenas belong to a namespace and are charged once.
+
+    others: how many of the holders were there before. taken: bytes of all grants so far.
+    """
 
     facts: NodeFacts
+    others: int
+    taken: int = 0
     live: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def facts_for(self, namespace: str) -> NodeFacts:
         return replace(self.facts, live_read_slots=self.live.get(namespace, {}))
 
-    def take(self, name: str, grant: Grant) -> None:
-        holders = [BudgetHolder(f"{name} (write arenas)", grant.session_bytes)]
+    def take(self, grant: Grant) -> None:
+        self.taken += grant.session_bytes
         if grant.namespace not in self.live:
-            holders.append(BudgetHolder(f"namespace {grant.namespace[:12]} (read arenas)", grant.namespace_bytes))
+            self.taken += grant.namespace_bytes
             self.live[grant.namespace] = {p.pool: p.read_slots for p in grant.pools}
-        self.facts = replace(self.facts, holders=(*self.facts.holders, *holders))
+        holders = (*self.facts.holders[: self.others], BudgetHolder("the processes before", self.taken))
+        self.facts = replace(self.facts, holders=holders)
 
 
 def judge(stacks: Sequence[Stack], facts: NodeFacts) -> NodeVerdict:
     """Judge the processes of one node together: the first mode that all of them can have is granted.
 
-    Findings are those of each distinct stack for every mode, and the refusals of processes that come too late for the budget.
+    Processes take what the daemon would choose in turn; where that leaves too little for the last, all are judged again
+    with an even share each, and a finding says so. Findings are those of each distinct stack for every mode; those about
+    room speak of all processes together.
     """
     findings: list[Finding] = []
     for stack in _distinct(stacks):
         findings += [f for f in evaluate(stack, facts).findings if f not in findings]
-    seen = {_key(f) for f in findings}
     for wish in stacks[0].modes:
-        grants, late = _grant_all(stacks, facts, wish)
-        if late is None:
+        grants, said = _judge_mode(stacks, facts, wish)
+        if len(stacks) > 1:
+            # A process alone tells too small a sum.
+            findings = [f for f in findings if f.rule != BUDGET or f.mode is not wish.mode]
+        seen = {_key(f) for f in findings}
+        findings += [f for f in said if _key(f) not in seen]
+        if grants is not None:
             retractions = {g.retraction for g in grants}
             retraction = retractions.pop() if len(retractions) == 1 else Retraction.NONE
             return NodeVerdict(wish.mode, retraction, tuple(grants), tuple(findings))
-        findings += [f for f in late if _key(f) not in seen]
         if wish.required:
             break
     return NodeVerdict(None, Retraction.NONE, (), tuple(findings))
+
+
+def _judge_mode(
+    stacks: Sequence[Stack], facts: NodeFacts, wish: ModeWish
+) -> tuple[list[Grant] | None, tuple[Finding, ...]]:
+    """Return the grants of one mode for all processes, None where one is refused, and what is to be said of it."""
+    grants, late = _grant_all(stacks, facts, wish)
+    if late is None:
+        return grants, ()
+    if len(stacks) == 1 or not any(f.rule == BUDGET for f in late):
+        return None, late
+    said = room_finding(stacks, 1, facts, wish.mode)
+    if said is None:
+        return None, late
+    others = tuple(f for f in late if f.rule != BUDGET)
+    slots = even_share(stacks, 1, facts, wish.mode) if said.severity is Severity.ADJUSTED else None
+    if slots is None:
+        return None, (*others, said)
+    shared = [asking(stack, slots[stack.parallel.pp_rank]) for stack in stacks]
+    grants, late = _grant_all(shared, facts, wish)
+    return (grants, (said,)) if late is None else (None, late)
 
 
 def _grant_all(
     stacks: Sequence[Stack], facts: NodeFacts, wish: ModeWish
 ) -> tuple[list[Grant], tuple[Finding, ...] | None]:
     """Grant one mode to all processes in turn; return the refusals of the first that cannot have it."""
-    node = _Node(facts)
+    node = _Node(facts, len(facts.holders))
     grants: list[Grant] = []
     for i, stack in enumerate(stacks):
         namespace_facts = node.facts_for(namespace_of(stack))
@@ -80,7 +113,7 @@ def _grant_all(
                 _of_process(f, i, len(stacks)) for f in verdict.findings if f.severity is Severity.REFUSED
             )
         grants.append(verdict.grant)
-        node.take(f"process {i}", verdict.grant)
+        node.take(verdict.grant)
     return grants, None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hoststage.core.findings import NodeFacts
@@ -28,6 +28,16 @@ class Part:
         """The least with which the mode is served."""
         session = sum((p.needed_write + p.hold_slots) * p.stride for p in sizing.pools)
         return cls(session, sum(p.needed_read * p.stride for p in sizing.pools))
+
+    @classmethod
+    def demanded(cls, sizing: Sizing) -> Part:
+        """The sizes that are asked for, which are never shrunk, and the least of those left to the daemon."""
+        session = namespace = 0
+        for p in sizing.pools:
+            asked = p.asked_slots > 0 or p.shared
+            session += ((p.write_slots if asked else p.needed_write) + p.hold_slots) * p.stride
+            namespace += (p.read_slots if asked else p.needed_read) * p.stride
+        return cls(session, namespace)
 
     @classmethod
     def chosen(cls, sizing: Sizing) -> Part:
@@ -73,11 +83,15 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class ModePlan:
-    """One mode: the sizes of each distinct stack (by pipeline rank), the least, and what the flags make of it."""
+    """One mode: the sizes of each distinct stack (by pipeline rank), the least, and what the flags make of it.
+
+    demanded: what must fit for the mode to be granted to all processes.
+    """
 
     mode: Mode
     sizings: tuple[tuple[int, Sizing], ...]
     least: Need
+    demanded: Need
     chosen: Need
 
 
@@ -88,26 +102,26 @@ def plan_modes(stacks: Sequence[Stack], engines: int, budget_bytes: int) -> tupl
     serve the same model, so their namespaces, and with them the read arenas, are the same.
     """
     modes = tuple(dict.fromkeys(wish.mode for wish in stacks[0].modes))
-    return tuple(_plan(stacks, engines, budget_bytes, mode) for mode in modes)
+    return tuple(plan_mode(stacks, engines, NodeFacts(budget_bytes=budget_bytes), mode) for mode in modes)
 
 
-def _plan(stacks: Sequence[Stack], engines: int, budget_bytes: int, mode: Mode) -> ModePlan:
-    facts = NodeFacts(budget_bytes=budget_bytes)
-    by_stage: dict[int, tuple[Stack, Sizing]] = {}
+def plan_mode(stacks: Sequence[Stack], engines: int, facts: NodeFacts, mode: Mode) -> ModePlan:
+    """Return the plan of one mode on a node with these facts."""
+    sizings: dict[int, Sizing] = {}
     for stack in stacks:
-        if stack.parallel.pp_rank not in by_stage:
-            by_stage[stack.parallel.pp_rank] = (stack, size_pools(stack, facts, mode))
+        if stack.parallel.pp_rank not in sizings:
+            sizings[stack.parallel.pp_rank] = size_pools(stack, facts, mode)
     return ModePlan(
         mode=mode,
-        sizings=tuple((rank, sizing) for rank, (_, sizing) in by_stage.items()),
-        least=_need(stacks, engines, {r: Part.least(s) for r, (_, s) in by_stage.items()}, by_stage),
-        chosen=_need(stacks, engines, {r: Part.chosen(s) for r, (_, s) in by_stage.items()}, by_stage),
+        sizings=tuple(sizings.items()),
+        least=need(stacks, engines, {r: Part.least(s) for r, s in sizings.items()}, sizings),
+        demanded=need(stacks, engines, {r: Part.demanded(s) for r, s in sizings.items()}, sizings),
+        chosen=need(stacks, engines, {r: Part.chosen(s) for r, s in sizings.items()}, sizings),
     )
 
 
-def _need(
-    stacks: Sequence[Stack], engines: int, parts: dict[int, Part], by_stage: dict[int, tuple[Stack, Sizing]]
-) -> Need:
+def need(stacks: Sequence[Stack], engines: int, parts: Mapping[int, Part], sizings: Mapping[int, Sizing]) -> Need:
+    """Return what all processes need where those of each pipeline rank have their part; read arenas count once."""
     terms: list[Term] = []
     total = arenas = 0
     for rank, part in parts.items():
@@ -126,7 +140,7 @@ def _need(
         )
         terms.append(Term(f"{label}read arenas", f"{namespaces} namespaces × {part.namespace}", read, "bytes"))
         total += write + read
-        arenas += len(by_stage[rank][1].pools) * (processes + namespaces)
+        arenas += len(sizings[rank].pools) * (processes + namespaces)
     terms.append(Term("node", " + ".join(str(t.value) for t in terms), total, "bytes"))
     return Need(tuple(terms), total, arenas)
 
