@@ -78,6 +78,8 @@ def test_rows_are_found_in_lists_arrays_and_shaped_arrays():
         ([bytes(PAGE)], True, "read-only"),
         (np.zeros((4, PAGE), np.uint8)[::2], False, "contiguous"),
         (np.zeros((4, PAGE + 1), np.uint8), False, "256 bytes are due"),
+        (np.zeros((4, PAGE), np.uint8)[:, : PAGE // 2], False, "'128 bytes': 256 bytes are due"),
+        ([np.zeros((2, PAGE), np.uint8)[:, 1]], False, "'2 bytes': 64 bytes are due"),
         (object(), False, "first axis"),
         ([3], False, "no buffer"),
     ],

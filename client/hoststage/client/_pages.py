@@ -149,14 +149,17 @@ class PageRows:
         return int(shape[0])
 
     def _address(self, buffer: Any, name: str, size: int, writable: bool) -> int:
+        wrong = f"{size} bytes are due: pages of this pool have {self._page_bytes}"
         try:
             place = address_of(buffer)
         except UnaddressableBuffer as error:
+            # A slice of a wider row is neither contiguous nor of the right size: the size is what its owner must see.
+            given = getattr(buffer, "nbytes", size)
+            if given != size:
+                raise StackError(name, f"{given} bytes", f"{wrong}; {error}") from error
             raise StackError(name, type(buffer).__name__, str(error)) from error
         if place.nbytes != size:
-            raise StackError(
-                name, f"{place.nbytes} bytes", f"{size} bytes are due: pages of this pool have {self._page_bytes}"
-            )
+            raise StackError(name, f"{place.nbytes} bytes", wrong)
         if writable and place.readonly:
             raise StackError(name, "read-only", "pass memory that may be written")
         return place.address

@@ -9,6 +9,7 @@ from google.protobuf.any_pb2 import Any as PackedAny
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from hoststage.client._reach import unreachable
 from hoststage.client.errors import (
     DaemonUnavailable,
     DeadlineExceeded,
@@ -79,7 +80,8 @@ def error_of(status: status_pb2.Status, *, handshake: bool = False) -> HostStage
     details = _Details(list(status.details))
     reason, message = details.info.reason, status.message
     if status.code in (_UNAVAILABLE, _CANCELLED) and not details.findings:
-        return DaemonUnavailable(message or "the daemon is not reachable")
+        said = message or "the daemon is not reachable"
+        return DaemonUnavailable(said + (f"; {details.remedy}" if details.remedy else ""))
     if status.code == _DEADLINE:
         return DeadlineExceeded(message)
     if details.findings and handshake:
@@ -91,14 +93,12 @@ def error_of(status: status_pb2.Status, *, handshake: bool = False) -> HostStage
 def error_of_call(error: grpc.RpcError, address: str, *, handshake: bool = True) -> HostStageError:
     """Return the error that a failed call stands for; `address` is named where nobody answered."""
     code, text = error.code(), error.details() or ""
-    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-        return DaemonUnavailable(
-            f"no daemon answers at {address}: {text}; is `hoststage serve` running, and is the address right?"
-        )
     try:
         status = rpc_status.from_call(cast(grpc.Call, error))
     except ValueError:
         status = None
+    if status is None and code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return DaemonUnavailable(unreachable(address, text))
     if status is None and code is grpc.StatusCode.UNIMPLEMENTED:
         return DaemonUnavailable(f"what answers at {address} is no hoststage daemon: {text}")
     if status is None:
