@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from hoststage.models import preset_names, read_stack
+from hoststage.server.config import Settings
 
 ROOT = Path(__file__).parent.parent.parent
 HUGE = 2 << 20
@@ -22,9 +23,13 @@ SLACK = 64 << 20
 
 
 def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    return run_command("plan", *argv)
+
+
+def run_command(*argv: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(str(ROOT / part) for part in ("proto", "server", "client"))
     return subprocess.run(
-        [sys.executable, "-m", "hoststage.cli.main", "plan", *argv],
+        [sys.executable, "-m", "hoststage.cli.main", *argv],
         env={**os.environ, "PYTHONPATH": path, "NO_COLOR": "1"},
         capture_output=True,
         text=True,
@@ -97,7 +102,9 @@ def test_every_line_of_arithmetic_comes_out() -> None:
     assert done.returncode == 0, done.stderr
     computed = 0
     for line in done.stdout.splitlines():
-        match = re.fullmatch(r"\s+[a-zA-Z._ ]+ = (.+) = (\d+) (?:bytes|slots|pages|heads)", line)
+        match = re.fullmatch(
+            r"\s+[a-zA-Z._ ]+ = (.+) = (\d+) (?:bytes|slots|pages|heads)(?: \([\d.]+ [MGT]iB\))?", line
+        )
         if match is None:
             continue
         formula = match[1].replace("×", "*")
@@ -123,6 +130,75 @@ def test_the_configuration_is_written_and_holds_what_is_needed(tmp_path: Path) -
     assert tomllib.loads(data["config"])
     needed = mode(data, "buffer_only")["chosen"]["bytes"]
     assert any(needed <= int(n) < needed + (1 << 30) for n in re.findall(r"\d+", data["config"]))
+
+
+QWEN = "--preset qwen3-32b --page-size 64 --tp-size 8 --mode buffer_only"
+"""8 processes of 4 + 4 pages of 2 MiB: 128 MiB."""
+
+
+def test_a_budget_below_the_least_does_not_fit(tmp_path: Path) -> None:
+    path = tmp_path / "hoststage.toml"
+    done = run(*shlex.split(f"{QWEN} --budget 10MiB --write {path}"))
+    assert done.returncode == 1, done.stderr
+    said = " ".join(done.stdout.split())
+    assert "refused BUDGET budget (buffer_only): Does not fit." in said
+    assert "The 8 processes together need 128.0 MiB at the least; the node's budget has 10.0 MiB for it." in said
+    assert "Raise the budget to 128.0 MiB or more" in said
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(("budget", "engines", "status"), [("128MiB", 1, 0), ("128MiB", 2, 1), ("192MiB", 2, 0)])
+def test_a_budget_has_to_hold_the_least_of_every_engine(budget: str, engines: int, status: int) -> None:
+    # The second engine shares the read arenas: 8 × 8 MiB more.
+    assert run(*shlex.split(f"{QWEN} --budget {budget} --engines {engines}")).returncode == status
+
+
+def test_sizes_that_only_fit_evenly_are_said() -> None:
+    findings = {f["rule"]: f for f in plan(f"{QWEN} --budget 200MiB")["findings"]}
+    assert findings["BUDGET"]["severity"] == "adjusted"
+    assert findings["BUDGET"]["values"]["share"] == "kv 12"
+
+
+def test_totals_are_said_in_words_too() -> None:
+    said = run(*shlex.split(QWEN)).stdout
+    assert "node = 67108864 + 67108864 = 134217728 bytes (128.0 MiB)" in said
+
+
+def test_what_is_written_is_what_serve_reads(tmp_path: Path) -> None:
+    path = tmp_path / "hoststage.toml"
+    assert run(*shlex.split(f"{QWEN} --budget 48GiB --write {path}")).returncode == 0
+    done = run_command("serve", "--config", str(path), "--print-config")
+    assert done.returncode == 0, done.stderr
+    settings = tomllib.loads(done.stdout)
+    assert settings["memory"]["budget"] in (48 << 30, str(48 << 30), "48GiB")
+    assert settings["store"]["url"] == Settings().store.url == "file:///var/lib/hoststage"
+
+
+def test_a_file_that_is_there_is_overwritten_only_by_force(tmp_path: Path) -> None:
+    path = tmp_path / "hoststage.toml"
+    path.write_text("mine")
+    done = run(*shlex.split(f"{QWEN} --write {path}"))
+    assert (done.returncode, path.read_text()) == (2, "mine")
+    assert "--force" in done.stderr
+    assert run(*shlex.split(f"{QWEN} --write {path} --force")).returncode == 0
+    assert "[memory]" in path.read_text()
+
+
+@pytest.mark.parametrize("columns", [60, 160])
+def test_piped_findings_are_as_wide_as_columns(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = run(*shlex.split(f"{QWEN} --budget 10MiB")).stdout.splitlines()
+    start = lines.index("Findings and assumptions")
+    wrapped = [len(line) for line in lines[start + 1 : lines.index("", start)]]
+    assert columns - 20 < max(wrapped) <= columns
+
+
+def test_every_option_of_the_help_page_has_a_description() -> None:
+    from hoststage.cli.main import load
+
+    for name in ("check", "plan"):
+        options = [p for p in load(name).params if p.param_type_name == "option"]
+        assert [p.name for p in options if not p.help] == []
 
 
 def test_a_given_budget_goes_into_the_configuration() -> None:

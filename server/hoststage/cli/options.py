@@ -62,20 +62,52 @@ Ranks = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=OUTPUT)]
 
-TpSize = Annotated[str, typer.Option("--tp-size", "--tensor-parallel-size", rich_help_panel=ENGINE)]
-PpSize = Annotated[str, typer.Option("--pp-size", "--pipeline-parallel-size", rich_help_panel=ENGINE)]
-DcpSize = Annotated[str, typer.Option("--dcp-size", rich_help_panel=ENGINE)]
-PageSize = Annotated[str, typer.Option("--page-size", rich_help_panel=ENGINE)]
-KvDtype = Annotated[str, typer.Option("--kv-cache-dtype", rich_help_panel=ENGINE)]
-SwaRatio = Annotated[str, typer.Option("--swa-full-tokens-ratio", rich_help_panel=ENGINE)]
-HostMode = Annotated[str, typer.Option("--hicache-host-memory-mode", rich_help_panel=ENGINE)]
-HostRatio = Annotated[str, typer.Option("--hicache-ratio", rich_help_panel=ENGINE)]
-HostSize = Annotated[str, typer.Option("--hicache-size", rich_help_panel=ENGINE)]
-WritePolicyFlag = Annotated[str, typer.Option("--hicache-write-policy", rich_help_panel=ENGINE)]
-MaxTokens = Annotated[str, typer.Option("--max-total-tokens", rich_help_panel=ENGINE)]
-ContextLength = Annotated[str, typer.Option("--context-length", rich_help_panel=ENGINE)]
-DisaggMode = Annotated[str, typer.Option("--disaggregation-mode", rich_help_panel=ENGINE)]
-RetractionBackup = Annotated[str, typer.Option("--disaggregation-decode-retraction-backup", rich_help_panel=ENGINE)]
+TpSize = Annotated[
+    str,
+    typer.Option("--tp-size", "--tensor-parallel-size", help="Ranks that share each layer.", rich_help_panel=ENGINE),
+]
+PpSize = Annotated[
+    str, typer.Option("--pp-size", "--pipeline-parallel-size", help="Pipeline stages.", rich_help_panel=ENGINE)
+]
+DcpSize = Annotated[str, typer.Option("--dcp-size", help="Ranks that share a decode context.", rich_help_panel=ENGINE)]
+PageSize = Annotated[str, typer.Option("--page-size", help="Tokens of a page.", rich_help_panel=ENGINE)]
+KvDtype = Annotated[
+    str, typer.Option("--kv-cache-dtype", help="Type of KV data, such as auto or fp8_e4m3.", rich_help_panel=ENGINE)
+]
+SwaRatio = Annotated[
+    str,
+    typer.Option(
+        "--swa-full-tokens-ratio", help="Window tokens for each token of full attention.", rich_help_panel=ENGINE
+    ),
+]
+HostMode = Annotated[
+    str, typer.Option("--hicache-host-memory-mode", help="cache or buffer_only.", rich_help_panel=ENGINE)
+]
+HostRatio = Annotated[
+    str, typer.Option("--hicache-ratio", help="Host pool as a multiple of the device pool.", rich_help_panel=ENGINE)
+]
+HostSize = Annotated[
+    str, typer.Option("--hicache-size", help="Host pool of a rank, in GB; wins over the ratio.", rich_help_panel=ENGINE)
+]
+WritePolicyFlag = Annotated[
+    str,
+    typer.Option(
+        "--hicache-write-policy", help="write_through, write_through_selective or write_back.", rich_help_panel=ENGINE
+    ),
+]
+MaxTokens = Annotated[
+    str, typer.Option("--max-total-tokens", help="Tokens of the device pool.", rich_help_panel=ENGINE)
+]
+ContextLength = Annotated[
+    str, typer.Option("--context-length", help="Tokens of the largest request.", rich_help_panel=ENGINE)
+]
+DisaggMode = Annotated[
+    str, typer.Option("--disaggregation-mode", help="null, prefill or decode.", rich_help_panel=ENGINE)
+]
+RetractionBackup = Annotated[
+    str,
+    typer.Option("--disaggregation-decode-retraction-backup", help="cpu_tensor or host_pool.", rich_help_panel=ENGINE),
+]
 
 
 def request_of(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +18,17 @@ from hoststage.cli.inputs import Subject, parse_size, resolve
 from hoststage.cli.judge import assumed_budget, budget_note
 from hoststage.cli.plan_config import render_config
 from hoststage.cli.plan_report import ModePlan, Need, least_terms, plan_modes
+from hoststage.cli.room import room_finding
+from hoststage.core.fences.context import at_least
+from hoststage.core.findings import Finding, NodeFacts, Severity
 from hoststage.core.sizing import Term
-from hoststage.core.stack import PoolKind, ceil_div
+from hoststage.core.stack import PoolKind, Stack, ceil_div
 from hoststage.models import stack_to_mapping
 
-STORE_PATH = "/var/lib/hoststage/store"
+STORE_URL = "file:///var/lib/hoststage"
+"""The daemon's default, so that a file that `plan` writes and a daemon without one use the same store."""
+
+PLANNED, TOO_SMALL = 0, 1
 
 GIB = 1 << 30
 
@@ -45,12 +53,15 @@ def plan(
     as_json: opt.AsJson = False,
     config_out: Annotated[
         Path | None,
-        typer.Option(help="Write the file for `hoststage serve` here.", rich_help_panel=opt.OUTPUT),
+        typer.Option(
+            "--write", "--config-out", help="Write the file for `hoststage serve` here.", rich_help_panel=opt.OUTPUT
+        ),
     ] = None,
     stack_out: Annotated[
         Path | None,
         typer.Option(help="Write the stack of the first process here, as JSON.", rich_help_panel=opt.OUTPUT),
     ] = None,
+    force: Annotated[bool, typer.Option(help="Overwrite files that are there.", rich_help_panel=opt.OUTPUT)] = False,
     tp_size: opt.TpSize = "",
     pp_size: opt.PpSize = "",
     dcp_size: opt.DcpSize = "",
@@ -68,7 +79,7 @@ def plan(
 ) -> None:
     """Show what a model needs from the host tier: bytes per page, smallest pools, node totals, and kernel settings.
 
-    Exit status: 0 planned; 2 unusable input.
+    Exit status: 0 planned; 1 the budget given is too small for every mode, and no file is written; 2 unusable input.
     """
     request = opt.request_of(
         config=config,
@@ -107,20 +118,47 @@ def plan(
     except opt.UnusableInput as error:
         opt.unusable(error)
     plans = plan_modes(subject.stacks, engines, budget_bytes)
+    room = room_findings(subject, engines, budget_bytes) if budget else ()
     text = config_text(subject, plans, given=bool(budget), budget_bytes=budget_bytes, store=store)
-    _write(config_out, text)
-    _write(stack_out, json.dumps(stack_to_mapping(subject.stacks[0]), indent=2) + "\n")
+    fits = _fits(subject.stacks[0], room)
+    if fits:
+        _write(config_out, text, force=force)
+        _write(stack_out, json.dumps(stack_to_mapping(subject.stacks[0]), indent=2) + "\n", force=force)
     if as_json:
-        typer.echo(json.dumps(as_mapping(subject, plans, engines, text), indent=2))
+        typer.echo(json.dumps(as_mapping(subject, plans, engines, text, room), indent=2))
     else:
-        typer.echo("\n".join(report(subject, plans, engines, text)))
+        typer.echo("\n".join(report(subject, plans, engines, text, room)))
+    raise typer.Exit(PLANNED if fits else TOO_SMALL)
 
 
-def _write(path: Path | None, text: str) -> None:
+def room_findings(subject: Subject, engines: int, budget_bytes: int) -> tuple[Finding, ...]:
+    """Return, for each mode asked for, what stands in the way of all processes having it in the budget given."""
+    facts = NodeFacts(budget_bytes=budget_bytes)
+    modes = dict.fromkeys(wish.mode for wish in subject.stacks[0].modes)
+    found = (room_finding(subject.stacks, engines, facts, mode) for mode in modes)
+    return tuple(f for f in found if f is not None)
+
+
+def _fits(stack: Stack, room: Sequence[Finding]) -> bool:
+    """Whether a mode that the stack accepts has room: those behind a required one count for nothing."""
+    refused = {f.mode for f in room if f.severity is Severity.REFUSED}
+    for wish in stack.modes:
+        if wish.mode not in refused:
+            return True
+        if wish.required:
+            return False
+    return not stack.modes
+
+
+def _write(path: Path | None, text: str, *, force: bool) -> None:
     if path is None:
         return
     try:
-        path.write_text(text, encoding="utf-8")
+        with path.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        typer.echo(f"{path}: is there already.\n  Give another path, or --force to overwrite it.", err=True)
+        raise typer.Exit(opt.UNUSABLE) from error
     except OSError as error:
         typer.echo(f"{path}: cannot be written: {error.strerror}.\n  Give a writable path.", err=True)
         raise typer.Exit(opt.UNUSABLE) from error
@@ -134,11 +172,13 @@ def config_text(subject: Subject, plans: Sequence[ModePlan], *, given: bool, bud
         title=subject.title,
         budget_bytes=budget,
         huge_pages=True,
-        store_path=STORE_PATH if store else "",
+        store_url=STORE_URL if store else "none",
     )
 
 
-def report(subject: Subject, plans: Sequence[ModePlan], engines: int, config: str) -> list[str]:
+def report(
+    subject: Subject, plans: Sequence[ModePlan], engines: int, config: str, room: Sequence[Finding] = ()
+) -> list[str]:
     """Return the plan as lines of text: every number with the sum that it comes from."""
     lines = [subject.title, ""]
     for stack, pools in subject.shards:
@@ -157,14 +197,32 @@ def report(subject: Subject, plans: Sequence[ModePlan], engines: int, config: st
         lines.append("")
     for plan in plans:
         lines += _mode_lines(plan, len(subject.stacks), engines)
-    if subject.engine or subject.notes:
+    findings = (*room, *subject.engine, *subject.notes)
+    if findings:
         lines.append("Findings and assumptions")
-        lines += [
-            f"  {f.severity.value} {f.rule} {f.subject}: {f.message}{f' → {f.remedy}' if f.remedy else ''}"
-            for f in (*subject.engine, *subject.notes)
-        ]
+        lines += [line for f in findings for line in _finding_lines(f)]
         lines.append("")
     return [*lines, "Configuration for hoststage serve", "", config.rstrip()]
+
+
+def _finding_lines(f: Finding) -> list[str]:
+    """Return a finding, wrapped to the terminal or to `$COLUMNS`."""
+    mode = f" ({f.mode.value})" if f.mode is not None else ""
+    text = f"{f.severity.value} {f.rule} {f.subject}{mode}: {f.message}{f' → {f.remedy}' if f.remedy else ''}"
+    width = max(40, shutil.get_terminal_size((120, 24)).columns)
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent="  ",
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _sized(term: Term) -> str:
+    """Return a line of a total, with bytes in words that suffice: what is printed can be given as a budget."""
+    return f"{term} ({at_least(term.value)})" if term.unit == "bytes" and term.value >= 1 << 20 else str(term)
 
 
 def _mode_lines(plan: ModePlan, processes: int, engines: int) -> list[str]:
@@ -176,14 +234,16 @@ def _mode_lines(plan: ModePlan, processes: int, engines: int) -> list[str]:
             lines += [f"    {term}" for term in least_terms(pool)]
     for title, need in (("least", plan.least), ("with the sizes asked for or chosen", plan.chosen)):
         lines.append(f"  node, {title}")
-        lines += [f"    {term}" for term in (*need.terms, *need.settings())]
+        lines += [f"    {_sized(term)}" for term in (*need.terms, *need.settings())]
         lines.append(
             f"    systemd: LimitMEMLOCK={need.memlock_bytes}; shell: ulimit -l {ceil_div(need.memlock_bytes, 1024)}"
         )
     return [*lines, ""]
 
 
-def as_mapping(subject: Subject, plans: Sequence[ModePlan], engines: int, config: str) -> dict[str, Any]:
+def as_mapping(
+    subject: Subject, plans: Sequence[ModePlan], engines: int, config: str, room: Sequence[Finding] = ()
+) -> dict[str, Any]:
     """Return the plan as plain data."""
     return {
         "model": subject.title,
@@ -206,7 +266,7 @@ def as_mapping(subject: Subject, plans: Sequence[ModePlan], engines: int, config
             for pool in stack.pools
         ],
         "modes": [_mode_mapping(plan) for plan in plans],
-        "findings": [finding_mapping(f) for f in (*subject.engine, *subject.notes)],
+        "findings": [finding_mapping(f) for f in (*room, *subject.engine, *subject.notes)],
         "config": config,
     }
 
