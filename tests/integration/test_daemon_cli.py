@@ -54,6 +54,32 @@ def test_top_and_status_show_the_session(daemon, resident):
     assert [s["namespace"] for s in data["sessions"]] == [resident]
 
 
+def test_top_fits_a_terminal_of_80_columns_without_cutting_a_head(daemon, resident):
+    shown = cli("top", "--once", "--http", daemon.http, COLUMNS="80").stdout
+    words = (
+        "commits accepted/s",
+        "pages fetched/s",
+        "store written/s",
+        "worker",
+        "leases",
+        "namespace",
+        "reserve",
+        "pinned",
+    )
+    for word in words:
+        assert word in shown, shown
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_health_of_a_named_socket_is_that_daemons_whatever_the_default_port_says(daemon):
+    with_other_port = {"HOSTSTAGE_HTTP_LISTEN": "127.0.0.1:1"}
+    assert cli("health", "--socket", str(daemon.socket), **with_other_port).returncode == 0
+    nobody = cli("health", "--socket", "/nonexistent.sock", "--http", daemon.http)
+    assert nobody.returncode == 1
+    assert "no daemon answers at unix:/nonexistent.sock: No such file or directory" in nobody.stderr
+
+
 def test_health_asks_the_socket_where_there_is_no_operators_port(daemon):
     assert cli("health", "--socket", str(daemon.socket)).returncode == 0
     nobody = cli("health", "--socket", "/nonexistent.sock", "--timeout", "1")
@@ -90,6 +116,28 @@ def test_the_doctor_names_what_would_keep_a_daemon_from_starting(tmp_path):
     greedy = cli("doctor", "--json", **settings | {"HOSTSTAGE_MEMORY_BUDGET": "900TiB"})
     assert greedy.returncode == 1
     assert "memory.budget" in greedy.stdout
+
+
+def test_the_doctor_looks_at_the_daemon_that_the_options_of_serve_name(tmp_path):
+    options = ["--socket", str(tmp_path / "h.sock"), "--store", f"file://{tmp_path}/s", "--budget", "64MiB"]
+    missing = cli("doctor", "--json", *options)
+    assert missing.returncode == 1
+    checks = {c["name"]: c for c in json.loads(missing.stdout)["checks"]}
+    assert checks["socket folder"]["found"] == str(tmp_path)
+    assert checks["store"]["found"] == f"{tmp_path}/s is no directory"
+    assert checks["memory budget"]["found"].startswith("64.0 MiB configured")
+    made = cli("doctor", "--json", *options, "--set", "store.create_directory=true")
+    assert made.returncode == 0, made.stdout
+    unusable = cli("doctor", "--set", "store.limit")
+    assert (unusable.returncode, "section.name=value" in unusable.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(("budget", "words"), [("900TiB", "larger than"), ("8", "smaller than 1 MiB")])
+def test_the_doctor_doubts_a_budget_that_can_hardly_be_meant(tmp_path, budget, words):
+    shown = cli("doctor", "--json", "--store", "none", "--socket", str(tmp_path / "h.sock"), "--budget", budget).stdout
+    [check] = [c for c in json.loads(shown)["checks"] if c["name"] == "memory budget"]
+    assert check["health"] == ("bad" if budget == "900TiB" else "note")
+    assert words in check["found"]
 
 
 def test_drain_waits_and_the_daemon_stays(daemon):

@@ -61,7 +61,7 @@ def test_the_socket_of_a_killed_daemon_is_taken_over(daemon):
         (["--set", "memory.budgt=1GiB"], {}, ["memory.budgt", "a flag", "Did you mean memory.budget"]),
         ([], {"HOSTSTAGE_STORE_LIMIT": "much"}, ["store.limit", "much", "the environment", "8GiB"]),
         (["--config", "/nonexistent.toml"], {}, ["/nonexistent.toml", "No such file"]),
-        (["--store", "file:///nonexistent/dir"], {}, ["/nonexistent/dir"]),
+        (["--store", "file:///nonexistent/dir"], {}, ["/nonexistent/dir", "store.create_directory=true"]),
         (["--store", "ftp://x"], {}, ["ftp"]),
         (["--set", "http.listen=here"], {}, ["http.listen", "here"]),
     ],
@@ -77,6 +77,19 @@ def test_bad_configuration_names_key_value_source_and_remedy(tmp_path, args, env
     for word in words:
         assert word in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_budget_that_can_hardly_be_meant_is_doubted_in_the_log_with_both_numbers(tmp_path):
+    daemon = Daemon(tmp_path, budget="4096").start()
+    try:
+        [doubt] = [e for e in daemon.events() if e["event"] == "memory.budget_doubtful"]
+    finally:
+        daemon.kill()
+    assert (doubt["level"], doubt["budget_bytes"], doubt["bound_bytes"]) == ("warning", 4096, 1 << 20)
+
+
+def test_a_budget_that_is_meant_is_not_doubted(daemon):
+    assert not [e for e in daemon.events() if e["event"] == "memory.budget_doubtful"]
 
 
 def test_flags_win_over_the_environment_and_the_environment_over_the_file(tmp_path):

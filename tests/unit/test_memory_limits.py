@@ -3,7 +3,7 @@
 import pytest
 
 from hoststage.server.memory.arena import MemoryPolicy, numa_nodes
-from hoststage.server.memory.limits import default_budget, detect_limits
+from hoststage.server.memory.limits import NodeLimits, default_budget, detect_limits, doubt_of_budget
 
 GIB = 1 << 30
 
@@ -71,3 +71,22 @@ def test_numa_nodes_are_read_as_the_kernel_writes_them(root, text, nodes):
 def test_a_chunk_must_be_a_multiple_of_a_huge_page():
     with pytest.raises(ValueError, match="multiple"):
         MemoryPolicy(chunk_bytes=3 << 20 | 1)
+
+
+@pytest.mark.parametrize(
+    ("budget", "total", "cgroup", "bound"),
+    [
+        (9 << 30, 8 << 30, -1, 8 << 30),
+        (5 << 30, 8 << 30, 4 << 30, 4 << 30),
+        (8, 8 << 30, -1, 1 << 20),
+        (8 << 30, 8 << 30, -1, 0),
+        (4 << 30, 8 << 30, 4 << 30, 0),
+        (1 << 20, 8 << 30, -1, 0),
+        (8 << 30, 0, -1, 0),
+    ],
+)
+def test_a_budget_beyond_the_node_or_its_cgroup_or_too_small_is_doubted(budget, total, cgroup, bound):
+    doubt = doubt_of_budget(budget, NodeLimits(total, total, cgroup, 0, "memory.max", 0, -1, 0))
+    assert (doubt.bound if doubt else 0) == bound
+    assert doubt is None or doubt.bytes == budget
+    assert doubt is None or ("memory.max" in doubt.why) == (bound == cgroup)

@@ -21,7 +21,7 @@ from rich.table import Table
 from hoststage.cli.remote import FAILED, settings_of
 from hoststage.cli.status import human
 from hoststage.server.config import Settings
-from hoststage.server.memory.limits import default_budget, detect_limits
+from hoststage.server.memory.limits import default_budget, detect_limits, doubt_of_budget
 from hoststage.shm.peer import peer_pidfd
 
 HUGE_PAGE_BYTES = 2 << 20
@@ -47,10 +47,15 @@ class Check:
 
 def doctor(
     config: Annotated[str, typer.Option(help="TOML or YAML file. [env: HOSTSTAGE_CONFIG]")] = "",
+    socket: Annotated[str, typer.Option(help="Path of the gRPC Unix socket (listen.socket).")] = "",
+    store: Annotated[str, typer.Option(help="file:///path, memory: or none (store.url).")] = "",
+    budget: Annotated[str, typer.Option(help='Pinned memory, e.g. 8GiB, or "auto" (memory.budget).')] = "",
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Any setting, as section.name=value.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Look at this machine through the eyes of the daemon; exit with 1 where it could not start."""
-    settings = settings_of(config)
+    """Look at this machine through the eyes of the daemon that `serve` with the same options starts; exit with 1 where it could not."""
+    named = {"listen.socket": socket, "store.url": store, "memory.budget": budget}
+    settings = settings_of(config, named, set_)
     checks = [check(settings) for check in CHECKS]
     if as_json:
         print(json.dumps({"checks": [{**asdict(c), "health": c.health.value} for c in checks]}))
@@ -82,6 +87,11 @@ def budget(settings: Settings) -> Check:
         health = Health.OK if basis.bytes >= 1 << 30 else Health.NOTE
         remedy = "" if health is Health.OK else "free memory, or give the container more"
         return Check("memory budget", health, f"auto: {human(basis.bytes)} ({basis.why})", remedy)
+    doubt = doubt_of_budget(wanted, limits)
+    if doubt is not None:
+        health = Health.BAD if wanted > doubt.bound else Health.NOTE
+        found = f"{human(wanted)} configured, against {human(doubt.bound)}: {doubt.why}"
+        return Check("memory budget", health, found, "correct memory.budget, or leave it at auto")
     if wanted > limits.available_bytes:
         return Check(
             "memory budget",

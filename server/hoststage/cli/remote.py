@@ -7,7 +7,7 @@ import os
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import grpc
 import typer
 
+from hoststage.cli.flags import FlagError, flags_of
 from hoststage.server.config import ConfigError, Settings, load_settings
 from hoststage.v1 import admin_pb2_grpc
 
@@ -30,11 +31,11 @@ def fail(text: str, status: int = FAILED) -> NoReturn:
     raise typer.Exit(status)
 
 
-def settings_of(config: str) -> Settings:
-    """Return the settings that a daemon started here would have. Ends the command where they are unusable."""
+def settings_of(config: str, named: Mapping[str, str] | None = None, items: Sequence[str] | None = None) -> Settings:
+    """Return the settings that a daemon started here with these options would have. Ends the command where they are unusable."""
     try:
-        return load_settings(config or None)
-    except ConfigError as error:
+        return load_settings(config or None, flags_of(named or {}, items))
+    except (ConfigError, FlagError) as error:
         fail(str(error), UNUSABLE)
 
 
@@ -73,14 +74,21 @@ def admin(target: Target) -> Iterator[Any]:
         try:
             yield admin_pb2_grpc.AdminStub(channel)
         except grpc.RpcError as error:
-            fail(f"{target.address}: {_words(error)}")
+            fail(words(error, target.address))
+
+
+def words(error: grpc.RpcError, address: str) -> str:
+    """Say what a failed call to that address means, and what to do."""
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        from hoststage.client._reach import unreachable
+
+        return unreachable(address, error.details() or "") + " (--socket names another one)"
+    return f"{address}: {_words(error)}"
 
 
 def _words(error: grpc.RpcError) -> str:
     code, details = error.code(), error.details() or ""
     match code:
-        case grpc.StatusCode.UNAVAILABLE:
-            return "no daemon answers; start `hoststage serve`, or name its socket by --socket"
         case grpc.StatusCode.UNAUTHENTICATED:
             return f"{details}; set HOSTSTAGE_TOKEN to the daemon's token"
         case grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -7,6 +7,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from hoststage.cli.flags import FlagError, flags_of
+
 STOPPED, UNUSABLE = 0, 2
 
 
@@ -34,15 +36,9 @@ def serve(
         "log.level": log_level,
         "log.format": log_format,
     }
-    flags: dict[str, str] = {key: value for key, value in named.items() if value}
-    for item in set_ or []:
-        key, sign, value = item.partition("=")
-        if not sign:
-            _fail(f'--set {item}: there is no "=". Write section.name=value.')
-        flags[key] = value
     try:
-        settings = load_settings(config or None, flags)
-    except ConfigError as error:
+        settings = load_settings(config or None, flags_of(named, set_))
+    except (ConfigError, FlagError) as error:
         _fail(str(error))
     if print_config:
         print(as_toml(settings))

@@ -22,6 +22,11 @@ def human(n: float) -> str:
     return ""
 
 
+def _add(table: Table, head: str) -> None:
+    """Add a column whose head is never cut in a word, however narrow the terminal; what stands below it breaks."""
+    table.add_column(head, overflow="fold", min_width=max(map(len, head.split())))
+
+
 def view(s: dict[str, Any], *between: RenderableType) -> Group:
     """Return what `/status.json` says, for a terminal; `between`: what stands between the head and the tables."""
     head = Text(f"hoststage {s['about']['version']} at {s['about']['socket']}  ")
@@ -32,7 +37,7 @@ def view(s: dict[str, Any], *between: RenderableType) -> Group:
         head.append(f"   store {store['pages']} pages, {human(store['bytes'])} of {human(store['limit_bytes'])}")
     sessions = Table(title="sessions", title_justify="left")
     for column in ("id", "worker", "model", "mode", "path", "state", "write memory", "commits", "leases"):
-        sessions.add_column(column)
+        _add(sessions, column)
     for x in s["sessions"]:
         sessions.add_row(
             str(x["session"]),
@@ -47,7 +52,7 @@ def view(s: dict[str, Any], *between: RenderableType) -> Group:
         )
     pools = Table(title="pools", title_justify="left")
     for column in ("namespace", "pool", "arena", "slots", "states", "reserve", "pinned"):
-        pools.add_column(column)
+        _add(pools, column)
     for p in s["pools"]:
         states = ", ".join(f"{k} {v}" for k, v in p["by_state"].items())
         kind = p["kind"] + (f" of {p['session']}" if p["session"] else "")

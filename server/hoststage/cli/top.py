@@ -57,16 +57,17 @@ def _screen(data: dict[str, Any], before: dict[str, Any], seconds: float) -> Gro
 
 
 def _rates(data: dict[str, Any], before: dict[str, Any], seconds: float) -> Table:
-    table = Table(box=None)
     new, old = _counters(data), _counters(before)
-    row = []
-    for name, key in _RATES:
-        table.add_column(name + "/s", justify="right")
-        row.append(f"{(new.get(key, 0) - old.get(key, 0)) / max(seconds, 1e-3):.0f}")
+    per = max(seconds, 1e-3)
+    rates = [(f"{name}/s", f"{(new.get(key, 0) - old.get(key, 0)) / per:.0f}") for name, key in _RATES]
     store, was = data.get("store"), before.get("store")
     if store and was:
         for name, field in (("store read/s", "read_bytes"), ("store written/s", "written_bytes")):
-            table.add_column(name, justify="right")
-            row.append(human((store[field] - was[field]) / max(seconds, 1e-3)))
-    table.add_row(*row)
+            rates.append((name, human((store[field] - was[field]) / per)))
+    # Two rates a line: all of them side by side are wider than a terminal of 80 columns.
+    table = Table.grid(padding=(0, 3, 0, 0))
+    for justify in ("left", "right") * 2:
+        table.add_column(justify=justify, no_wrap=True)
+    for left, right in zip(rates[::2], rates[1::2], strict=True):
+        table.add_row(*left, *right)
     return table

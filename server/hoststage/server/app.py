@@ -23,7 +23,7 @@ from hoststage.core.commits import DrainPolicy
 from hoststage.core.sessions import SessionLimits
 from hoststage.server.config import Settings
 from hoststage.server.memory.arena import HugePages, MemoryPolicy
-from hoststage.server.memory.limits import default_budget, detect_limits
+from hoststage.server.memory.limits import default_budget, detect_limits, doubt_of_budget
 from hoststage.server.memory.pool import ArenaPool
 from hoststage.server.rpc import sockets
 from hoststage.server.rpc.admin import AdminServicer
@@ -216,6 +216,8 @@ class Daemon:
         basis = default_budget(limits)
         budget = settings.memory.budget or basis.bytes
         log.info("memory.budget", bytes=budget, why="configured" if settings.memory.budget else basis.why)
+        if settings.memory.budget and (doubt := doubt_of_budget(budget, limits)):
+            log.warning("memory.budget_doubtful", budget_bytes=doubt.bytes, bound_bytes=doubt.bound, why=doubt.why)
         policy = MemoryPolicy(
             settings.memory.chunk,
             HugePages(settings.memory.huge_pages),

@@ -179,7 +179,7 @@ class Settings(BaseSettings):
     def _tcp_needs_token(self) -> Settings:
         host = self.listen.tcp.rpartition(":")[0].strip("[]")
         if host not in ("", "localhost", "127.0.0.1", "::1") and not (self.auth.token or self.auth.token_file):
-            raise ValueError(f"listen.tcp {self.listen.tcp} lets other hosts in without a token; set auth.token_file")
+            raise ValueError("listen.tcp: lets other hosts in without a token; set auth.token_file")
         return self
 
     layers: ClassVar[tuple[dict[str, Any], ...]] = ()
@@ -315,8 +315,12 @@ def _unknown(key: str, value: str, source: str, known: dict[str, set[str]]) -> C
 
 def _problem(error: Any, layers: Mapping[str, dict[str, Any]]) -> ConfigProblem:
     loc = [str(part) for part in error["loc"]]
-    section, name = [*loc, "", ""][:2]
     message = error["msg"].removeprefix("Value error, ").rstrip(".")
+    if not loc:
+        # What a check of several sections says begins with the key that it is about.
+        key, _, message = message.partition(": ")
+        loc = key.split(".")
+    section, name = [*loc, "", ""][:2]
     message, _, remedy = message.partition("; ")
     source = next((s for s, layer in layers.items() if name in layer.get(section, {})), "")
     value = next((layer[section][name] for layer in layers.values() if name in layer.get(section, {})), "")
@@ -337,8 +341,8 @@ def _expected(section: str, name: str) -> str:
     kind = Settings.model_fields[section].annotation if section in Settings.model_fields else None
     if isinstance(kind, type) and issubclass(kind, BaseModel) and name in kind.model_fields:
         field = kind.model_fields[name]
-        default = "auto" if (section, name) == ("memory", "budget") else field.get_default(call_default_factory=True)
-        return f"it sets: {field.description}; its default is {default!r}"
+        default = _shown(kind, name, field.get_default(call_default_factory=True))
+        return f"it sets: {field.description}; its default is {default}"
     return "correct it; docs/configuration.md lists all settings"
 
 

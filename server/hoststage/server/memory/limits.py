@@ -8,6 +8,7 @@ from pathlib import Path
 
 _UNLIMITED = 1 << 60
 _HEADROOM_FRACTION = 8
+_LEAST_BUDGET = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,15 @@ class BudgetBasis:
     """A default budget, and in words how it came about."""
 
     bytes: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetDoubt:
+    """A budget in bytes, the bound in bytes that it crosses, and in words why that is doubtful."""
+
+    bytes: int
+    bound: int
     why: str
 
 
@@ -72,6 +82,20 @@ def default_budget(limits: NodeLimits) -> BudgetBasis:
             free, basis = room, f"the cgroup limit in {limits.cgroup_source}, less what is used"
     budget = free - free // _HEADROOM_FRACTION
     return BudgetBasis(budget, f"7/8 of {free} bytes: {basis}")
+
+
+def doubt_of_budget(budget: int, limits: NodeLimits) -> BudgetDoubt | None:
+    """Return why a budget that somebody set can hardly be meant: more than the node or its cgroup has, or too little for any arena."""
+    bound, what = limits.total_bytes, "the node's memory"
+    if 0 <= limits.cgroup_limit_bytes < bound:
+        bound, what = limits.cgroup_limit_bytes, f"the cgroup limit in {limits.cgroup_source}"
+    if bound and budget > bound:
+        return BudgetDoubt(
+            budget, bound, f"it is larger than {what}: arenas will fail to populate, or the daemon be killed"
+        )
+    if budget < _LEAST_BUDGET:
+        return BudgetDoubt(budget, _LEAST_BUDGET, "it is smaller than 1 MiB and holds no arena; was a unit forgotten?")
+    return None
 
 
 def _meminfo(path: Path) -> dict[str, int]:

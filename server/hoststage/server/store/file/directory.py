@@ -21,7 +21,10 @@ _FORMAT_FILE: Final = "FORMAT"
 _FORMAT_LINE: Final = re.compile(r"hoststage-file-store (\d+)\n?")
 
 _PROBLEMS: Final = {
-    errno.ENOENT: ("The directory does not exist.", "Create it, or mount the disk that holds it."),
+    errno.ENOENT: (
+        "The directory does not exist.",
+        "Create it, set store.create_directory=true, or mount the disk that holds it.",
+    ),
     errno.ENOTDIR: ("It is not a directory.", "Name a directory that the store may have for itself."),
     errno.EACCES: (
         "The daemon's user may not use it.",
