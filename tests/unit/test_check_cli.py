@@ -130,12 +130,21 @@ def test_a_refusal_of_the_engine_alone_is_told_from_hoststages() -> None:
     assert refused(data) == {"SGLANG_DECODE_ROLE", "SGLANG_RADIX_DISABLED"}
     (finding,) = [f for f in data["findings"] if f["rule"] == "SGLANG_DECODE_ROLE"]
     assert "SGLang itself refuses" in finding["message"]
-    assert "--enable-unified-cache-external-linker" in finding["remedy"]
-    assert "--disaggregation-decode-enable-radix-cache" in finding["remedy"]
+    assert "Leave --hicache-host-memory-mode buffer_only out on decode instances" in finding["remedy"]
+    assert "HostStageStorage" in finding["remedy"]
     shown = run("check", *shlex.split(text))
     assert shown.returncode == 1
     assert "refused by SGLang's own rules" in shown.stdout
     assert "hoststage would grant buffer_only" in shown.stdout
+
+
+def test_the_last_line_says_that_the_launch_would_not_use_a_host_tier() -> None:
+    text = f"check --preset llama-3.1-8b -- {LAUNCH} --hicache-host-memory-mode buffer_only"
+    shown = run(*shlex.split(text))
+    last = shown.stdout.splitlines()[-2:]
+    assert "SGLang builds no host tier for these flags" in " ".join(last)
+    assert "granted:" not in shown.stdout
+    assert run(*shlex.split(f"{text} {HICACHE}")).stdout.splitlines()[-1].startswith("granted: buffer_only")
 
 
 def test_a_refusal_of_hoststage_is_said_to_be_its_own() -> None:

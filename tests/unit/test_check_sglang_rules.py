@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+from pathlib import Path
 
 import pytest
 
 from hoststage.cli.inputs import Request, resolve
-from hoststage.cli.sglang_rules import CHECKS, is_engine_rule
+from hoststage.cli.sglang_rules import BACKEND_CONFIG, CHECKS, is_engine_rule
 from hoststage.core.findings import Severity
 
+ROOT = Path(__file__).parents[2]
 HICACHE = "--enable-hierarchical-cache --hicache-storage-backend file --page-size 64"
 BUFFER = f"{HICACHE} --hicache-host-memory-mode buffer_only"
 LINKER = (
@@ -119,6 +122,45 @@ def test_flags_without_a_host_tier_are_said_to_be_ignored() -> None:
         f for f in resolve(Request(preset="llama-3.1-8b", command=command)).engine if f.rule == "SGLANG_NO_HOST_TIER"
     ]
     assert "--hicache-host-memory-mode" in notice.message
+
+
+@pytest.mark.parametrize(
+    ("flags", "rule"),
+    [
+        (BUFFER.replace("--hicache-storage-backend file", ""), "SGLANG_STORE_REQUIRED"),
+        (
+            f"{HICACHE.replace('--hicache-storage-backend file', '')} {DECODE} "
+            "--disaggregation-decode-enable-radix-cache --disaggregation-decode-enable-offload-kvcache",
+            "SGLANG_OFFLOAD",
+        ),
+        (HICACHE.replace(" file", " dynamic"), "SGLANG_DYNAMIC_BACKEND"),
+    ],
+)
+def test_the_flags_of_a_remedy_are_what_the_launch_lacks(flags: str, rule: str) -> None:
+    command = shlex.split(f"python -m sglang.launch_server {flags}")
+    subject = resolve(Request(preset="llama-3.1-8b", command=tuple(command)))
+    (finding,) = [f for f in subject.engine if f.severity is Severity.REFUSED]
+    assert finding.rule == rule
+    remedy = shlex.split(finding.remedy[finding.remedy.index("--") :])
+    assert not resolve(Request(preset="llama-3.1-8b", command=(*command, *remedy))).engine_refuses
+
+
+def test_the_backend_that_remedies_name_is_there_and_documented() -> None:
+    config = json.loads(BACKEND_CONFIG)
+    source = ROOT / "client" / f"{config['module_path'].replace('.', '/')}.py"
+    assert f"class {config['class_name']}(HiCacheStorage)" in source.read_text()
+    page = (ROOT / "docs" / "sglang.md").read_text()
+    for name, value in config.items():
+        assert f'"{name}": {json.dumps(value)}' in page
+
+
+def test_no_remedy_points_at_the_external_linker_which_hoststage_does_not_have() -> None:
+    commands = [f"{BUFFER} {DECODE}", f"{BUFFER} {HOST_POOL}", "--hicache-host-memory-mode buffer_only"]
+    for flags in commands:
+        request = Request(preset="mistral-7b-v0.1", swa_pool=True, command=tuple(shlex.split(f"sglang serve {flags}")))
+        remedies = [f.remedy for f in resolve(request).engine]
+        assert remedies
+        assert not [r for r in remedies if "linker" in r]
 
 
 def test_write_back_in_buffer_mode_is_said_to_change() -> None:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from hoststage.cli.inputs import Subject
 from hoststage.cli.judge import NodeVerdict
-from hoststage.cli.sglang_rules import is_engine_rule
+from hoststage.cli.sglang_rules import builds_no_host_tier, is_engine_rule
 from hoststage.core.findings import Finding, Severity
 from hoststage.core.stack import namespace_of
 
@@ -113,6 +113,12 @@ def _findings(findings: Sequence[Finding]) -> Table:
 
 def _outcome(subject: Subject, verdict: NodeVerdict, *, granted: bool) -> Text:
     mode = verdict.mode.value if verdict.mode else ""
+    if granted and builds_no_host_tier(subject.engine):
+        return Text(
+            f"hoststage would grant {mode}, but SGLang builds no host tier for these flags and would not use it: "
+            "add --enable-hierarchical-cache",
+            style="bold yellow",
+        )
     if granted:
         return Text(f"granted: {mode}, retraction {verdict.retraction.value}", style="bold green")
     rules = ", ".join(

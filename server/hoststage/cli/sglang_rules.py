@@ -15,12 +15,16 @@ from hoststage.core.stack import Placement, PoolKind, Stack
 from hoststage.models import SGLANG_RELEASE
 
 PREFIX = "SGLANG_"
+NO_HOST_TIER = "NO_HOST_TIER"
 
-LINKER = (
-    "Use the external linker: --enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic, "
-    "without --enable-hierarchical-cache and --hicache-storage-backend"
+BACKEND_CONFIG = (
+    '{"backend_name": "hoststage", "module_path": "hoststage.client.engines.sglang.backend", '
+    '"class_name": "HostStageStorage", "interface_v1": 1}'
 )
-DECODE_LINKER = f"{LINKER}; on a decode instance with --disaggregation-decode-enable-radix-cache"
+"""What names hoststage's storage backend to SGLang; `docs/sglang.md` has the whole launch line."""
+
+BACKEND_FLAGS = f"--hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{BACKEND_CONFIG}'"
+NO_BUFFER = "Leave --hicache-host-memory-mode buffer_only out"
 CPU_TENSOR = "Use --disaggregation-decode-retraction-backup cpu_tensor"
 
 Check = Callable[[SglangFlags, Stack], Iterable[Finding]]
@@ -29,6 +33,11 @@ Check = Callable[[SglangFlags, Stack], Iterable[Finding]]
 def is_engine_rule(finding: Finding) -> bool:
     """Whether a finding is one of SGLang's rules, not one of hoststage's fences."""
     return finding.rule.startswith(PREFIX)
+
+
+def builds_no_host_tier(findings: Iterable[Finding]) -> bool:
+    """Whether the findings say that, with the flags as they are, SGLang would not use a host tier at all."""
+    return any(f.rule == f"{PREFIX}{NO_HOST_TIER}" for f in findings)
 
 
 def engine_findings(flags: SglangFlags, stack: Stack) -> tuple[Finding, ...]:
@@ -56,7 +65,7 @@ def store_required(flags: SglangFlags, stack: Stack) -> Iterator[Finding]:
             "STORE_REQUIRED",
             "--hicache-storage-backend",
             "--hicache-host-memory-mode buffer_only without a storage backend: all cached data lives there.",
-            "Add --hicache-storage-backend dynamic with hoststage's backend in --hicache-storage-backend-extra-config.",
+            f"Add {BACKEND_FLAGS}",
         )
 
 
@@ -68,7 +77,8 @@ def decode_role(flags: SglangFlags, stack: Stack) -> Iterator[Finding]:
             "--disaggregation-mode",
             "--hicache-host-memory-mode buffer_only with --disaggregation-mode decode: its decode paths bypass the "
             "buffer-mode pipeline. hoststage serves decode sessions.",
-            f"{DECODE_LINKER}.",
+            f"{NO_BUFFER} on decode instances; what they decode is stored with "
+            f"--disaggregation-decode-enable-offload-kvcache and hoststage's storage backend: {BACKEND_FLAGS}",
         )
 
 
@@ -158,7 +168,7 @@ def pure_swa_tree(flags: SglangFlags, stack: Stack) -> Iterator[Finding]:
             "PURE_SWA_TREE",
             "--hicache-host-memory-mode",
             "--hicache-host-memory-mode buffer_only for a model with window layers only: it selects another radix tree.",
-            f"{LINKER}.",
+            f"{NO_BUFFER}.",
         )
 
 
@@ -259,7 +269,7 @@ def dynamic_backend(flags: SglangFlags, stack: Stack) -> Iterator[Finding]:
             "DYNAMIC_BACKEND",
             name,
             f"the dynamic storage backend without {', '.join(missing)} in {name}.",
-            f"Name the backend's class in {name}.",
+            f"For hoststage give {name} '{BACKEND_CONFIG}'",
         )
 
 
@@ -295,7 +305,7 @@ def offload(flags: SglangFlags, stack: Stack) -> Iterator[Finding]:
     if not flags.decode:
         yield _refused("OFFLOAD", name, f"{name} without --disaggregation-mode decode.", f"Drop {name}.")
     if flags.hicache_storage_backend is None:
-        yield _refused("OFFLOAD", name, f"{name} without a storage backend.", "Add --hicache-storage-backend.")
+        yield _refused("OFFLOAD", name, f"{name} without a storage backend.", f"Add {BACKEND_FLAGS}")
 
 
 def compressed_size(flags: SglangFlags, stack: Stack) -> Iterator[Finding]:
@@ -320,10 +330,10 @@ def no_host_tier(flags: SglangFlags, stack: Stack) -> Iterator[Finding]:
         ignored = sorted(f"--{name.replace('_', '-')}" for name in flags.given if name.startswith("hicache_"))
         tail = f", and ignores {', '.join(ignored)}" if ignored else ""
         yield _notice(
-            "NO_HOST_TIER",
+            NO_HOST_TIER,
             "--enable-hierarchical-cache",
             f"SGLang builds no host tier for these flags{tail}.",
-            "Add --enable-hierarchical-cache, or use the external linker.",
+            "Add --enable-hierarchical-cache.",
         )
 
 
