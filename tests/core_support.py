@@ -244,7 +244,10 @@ class World:
         needs: list[tuple[int, int, int]] | None = None,
     ) -> tuple[int, LoadResult | None]:
         """Begin a load. Where others wait, it must not take room before them."""
-        asked = Load(0, 0, list(keys), prefix, needs if needs is not None else self.rules.needs(prefix), 0.0)
+        # Where a shorter one will do, what lies beyond the edge of a block group is not asked for at all.
+        edge = prefix - prefix % self.space.loads._group if shorter and needs is None else prefix
+        wanted = needs if needs is not None else self.rules.needs(edge or prefix)
+        asked = Load(0, 0, list(keys), edge or prefix, wanted, 0.0)
         overtakes = bool(self.space.loads.parked) and not pin and any(n for _, n, _ in self.room_wanted(asked))
         load_id, result = self.tier.load(
             client.core,

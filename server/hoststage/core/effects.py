@@ -142,10 +142,20 @@ class StoreRead:
 
 
 @dataclass(frozen=True, slots=True)
+class Revoke:
+    """Ask a session to give leases up that other loads wait for; they stay its own until it acknowledges, releases them or dies."""
+
+    session: int
+    revocation: int
+    load_ids: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class SessionOver:
     """Nothing of the session is in use any more: its write arenas may go."""
 
     session: int
 
 
-Effect: TypeAlias = LoadResult | CommitEnded | ReserveEnded | Publish | StoreWrite | StoreRead | SessionOver
+Effect: TypeAlias = LoadResult | CommitEnded | ReserveEnded | Publish | StoreWrite | StoreRead | Revoke | SessionOver

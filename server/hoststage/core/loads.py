@@ -55,6 +55,7 @@ class Load:
     """`silent`: a pin, which holds pages and says nothing. `given`: the client named the ranges itself.
 
     charged: pages that count against the session's quota. pinned: slots by pool and key that a pin holds for it while it begins.
+    parked_since: when it was first seen waiting for room, None before. revoked: its session was asked to give it up.
     """
 
     load_id: int
@@ -73,6 +74,8 @@ class Load:
     ready: bool = False
     charged: int = 0
     pinned: dict[tuple[int, bytes], int] = field(default_factory=dict)
+    parked_since: float | None = None
+    revoked: bool = False
 
     @property
     def pages(self) -> int:

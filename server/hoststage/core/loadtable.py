@@ -87,6 +87,17 @@ class LoadTable:
         load.prefix = prefix
         load.needs = self.rules.needs(prefix)
 
+    def lacking(self, load: Load) -> dict[int, int]:
+        """Return, by pool, how many slots too many other loads hold for this one to be placed."""
+        more: dict[int, int] = {}
+        for pool, first, count in load.needs:
+            index, leases = self.pools[pool].index, self.pools[pool].leases
+            for key in load.keys[first : first + count]:
+                slot = index.get(key)
+                takes = (pool, key) not in self.fetches if slot is None else bool(leases[slot] == 0)
+                more[pool] = more.get(pool, 0) + takes
+        return {pool: n + self.pools[pool].load_held - self.pools[pool].load_limit for pool, n in more.items()}
+
     def _too_large(self, load: Load) -> bool:
         wanted: dict[int, int] = {}
         for pool, _, count in load.needs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from hoststage.core.effects import Fetched, LoadResult, Outcome
+from hoststage.core.effects import Fetched, LoadResult, Outcome, Revoke
 from hoststage.core.loads import Fetch, Load
 from hoststage.core.sessions import NamespaceCore, SessionCore
 from hoststage.core.tierstate import TierState
@@ -145,6 +145,46 @@ class Reading(TierState):
     def _end_load(self, session: SessionCore, load: Load) -> None:
         session.namespace.loads.drop(load)
         self._forget_load(session, load.load_id)
+
+    # -------------------------------------------------------------- revocation
+
+    def _ask_back(self, space: NamespaceCore, now: float) -> None:
+        """Ask for the oldest leases back that the first parked load could be placed with, where it has waited for long."""
+        parked = space.loads.parked
+        if not parked:
+            return
+        head = parked[0]
+        if head.parked_since is None:
+            head.parked_since = now
+        if now - head.parked_since < self.limits.revoke_after:
+            return
+        lacking = space.loads.lacking(head)
+        for load in list(space.loads.loads.values()):
+            useful = any(lacking.get(part.pool, 0) > 0 and len(part.slots) for part in load.parts)
+            if load.silent or not load.ready or not useful:
+                continue
+            # What was asked for already counts, so that one load that waits does not take everybody's leases.
+            for part in load.parts:
+                lacking[part.pool] = lacking.get(part.pool, 0) - len(part.slots)
+            if not load.revoked:
+                self._ask_for(load, head, now)
+
+    def _ask_for(self, load: Load, head: Load, now: float) -> None:
+        load.revoked = True
+        revocation = next(self._ids)
+        self.sessions[load.session].revocations[revocation] = (load.load_id,)
+        self.counters["revocations", ""] += 1
+        waited = now - (head.parked_since or now)
+        reason = f"a load of session {head.session} has waited {waited:.1f} seconds for room"
+        self._effects.append(Revoke(load.session, revocation, (load.load_id,), reason))
+
+    def revoke_acknowledged(self, session: SessionCore, revocation: int) -> bool:
+        """The client reads what was asked back no more; False where nothing of that number was asked for."""
+        loads = session.revocations.pop(revocation, None)
+        if loads is None:
+            return False
+        self.release(session, loads)
+        return True
 
     def _retry(self, space: NamespaceCore) -> None:
         if space.loads.parked:

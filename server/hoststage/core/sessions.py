@@ -31,7 +31,7 @@ class SessionState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """What one session may hold at once."""
+    """What one session may hold at once. `revoke_after`: seconds that a load waits for room before leases are asked back."""
 
     max_span_keys: int = 65_536
     max_read_leases: int = 1 << 20
@@ -40,6 +40,7 @@ class SessionLimits:
     max_credits: int = 256
     max_queued_reserves: int = 256
     load_deadline: float = 30.0
+    revoke_after: float = 2.0
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +77,7 @@ class SessionCore:
     commits: dict[bytes, Commit] = field(default_factory=dict)
     loads: dict[int, Load] = field(default_factory=dict)
     pins: dict[int, Load] = field(default_factory=dict)
+    revocations: dict[int, tuple[int, ...]] = field(default_factory=dict)
     queued: deque[QueuedReserve] = field(default_factory=deque)
     read_leases: int = 0
     copying: int = 0

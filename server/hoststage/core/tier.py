@@ -89,6 +89,8 @@ class Tier(Writing):
                 self._effects.append(ReserveEnded(session.session, head.request_id, self._count_reserve(result)))
             if expired:
                 self._serve_queued(session)
+        for space in self.namespaces.values():
+            self._ask_back(space, now)
         self._start_drains(now)
 
     def known(self, present: Present) -> int:

@@ -42,6 +42,7 @@ class Listener(Protocol):
     def load_result(self, result: fx.LoadResult) -> None: ...
     def commit_ended(self, ended: fx.CommitEnded) -> None: ...
     def reserve_ended(self, ended: fx.ReserveEnded) -> None: ...
+    def leases_revoked(self, revoke: fx.Revoke) -> None: ...
 
 
 class Engine:
@@ -113,6 +114,10 @@ class Engine:
             case fx.StoreRead():
                 for fetches in _groups(effect.fetches):
                     self.spawn(self._read(effect.namespace, fetches))
+            case fx.Revoke():
+                log.info("leases.asked_back", session=effect.session, loads=effect.load_ids, reason=effect.reason)
+                if (listener := self.listeners.get(effect.session)) is not None:
+                    listener.leases_revoked(effect)
             case fx.SessionOver():
                 self._on_session_over(effect.session)
 

@@ -344,10 +344,6 @@ class Service:
         await self._maker.release_raw(whole)
         self._sync_idle_arenas()
 
-    def revoked(self, session: Session, revocation: int) -> None:
-        """A client acknowledged a revocation. None is asked for yet, so there is nothing to reuse."""
-        log.warning("session.unasked_acknowledgement", session=session.session_id, revocation=revocation)
-
     # -------------------------------------------------------------- whole-arena leases
 
     async def lease_arena(self, session: Session, name: str, size: int) -> tuple[ArenaFacts, list[ArenaDescriptor]]:

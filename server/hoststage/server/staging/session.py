@@ -25,6 +25,7 @@ from hoststage.server.contract import (
     Reply,
     RequestError,
     RestoredHold,
+    RevokedLeases,
     SessionRequest,
 )
 from hoststage.server.staging.arenas import PoolArena
@@ -383,8 +384,13 @@ class Session:
         self._tier.cancel(self.core, load_id)
         self._engine.settle()
 
+    def leases_revoked(self, revoke: fx.Revoke) -> None:
+        self._port.push(RevokedLeases(revoke.revocation, revoke.load_ids, (), revoke.reason))
+
     def revoke_ack(self, revocation: int) -> None:
-        self._service.revoked(self, revocation)
+        if not self._tier.revoke_acknowledged(self.core, revocation):
+            log.warning("session.unasked_acknowledgement", session=self.session_id, revocation=revocation)
+        self._engine.settle()
 
     # -------------------------------------------------------------- inline payload
 

@@ -34,6 +34,7 @@ _COUNTERS = {
     "hold_seal": ("hoststage_hold_seals", "Holds sealed, or not, by outcome", "outcome"),
     "hold_restore": ("hoststage_hold_restores", "Restores of holds by outcome", "outcome"),
     "hold_ended": ("hoststage_holds_ended", "Holds by how they ended", "reason"),
+    "revocations": ("hoststage_revocations", "Loads that clients were asked to give up because others waited", ""),
     "evictions": ("hoststage_evicted_pages", "Resident pages evicted", ""),
 }
 _STORE_COUNTERS = (
