@@ -52,7 +52,7 @@ class QueuedReserve:
     until: float
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class SpanPart:
     """Pages of one pool among the keys of a span, as a client names them. `keys` is empty for slots ahead of need."""
 
