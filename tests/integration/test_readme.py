@@ -76,6 +76,37 @@ def test_the_configuration_table_names_real_keys_and_variables():
         assert variable == f"HOSTSTAGE_{section}_{name}".upper()
 
 
+def test_the_example_of_bad_configuration_is_what_the_daemon_says():
+    [command] = re.findall(r"`HOSTSTAGE_STORE_LIMIT=much hoststage (serve [^`]*)` says:", README)
+    [said] = [block for block in blocks("text") if block.startswith("memory.budgt")]
+    result = subprocess.run(
+        [sys.executable, "-m", "hoststage.cli.main", *command.split()],
+        env=environment() | {"HOSTSTAGE_STORE_LIMIT": "much"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert result.stderr == said
+
+
+def test_every_command_of_an_operator_is_in_the_table_with_options_that_it_has():
+    rows = re.findall(r"^\| `hoststage (\w+)[^`]*` \| (.*)$", README, re.M)
+    assert {name for name, _ in rows} == {"status", "top", "health", "drain", "evict", "clear", "doctor"}
+    for name, text in rows:
+        shown = subprocess.run(
+            [sys.executable, "-m", "hoststage.cli.main", name, "--help"],
+            env=environment() | {"COLUMNS": "200"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+        for option in re.findall(r"(--[\w-]+)", text):
+            assert re.search(rf"{option}(?![\w-])", shown), (name, option)
+
+
 def test_the_configuration_page_is_the_generated_one():
     from hoststage.server.config import as_markdown
 

@@ -10,8 +10,8 @@ import typer
 from hoststage.cli.remote import admin, fail, target_of
 from hoststage.v1 import admin_pb2 as pb
 
-Socket = Annotated[str, typer.Option(help="gRPC socket or host:port. [default: listen.socket]")]
-Config = Annotated[str, typer.Option(help="TOML or YAML file. [env: HOSTSTAGE_CONFIG]")]
+Socket = Annotated[str, typer.Option(help="gRPC socket or host:port. \\[default: listen.socket]")]
+Config = Annotated[str, typer.Option(help="TOML or YAML file. \\[env: HOSTSTAGE_CONFIG]")]
 Timeout = Annotated[float, typer.Option(help="Seconds.")]
 
 

@@ -46,7 +46,7 @@ class Check:
 
 
 def doctor(
-    config: Annotated[str, typer.Option(help="TOML or YAML file. [env: HOSTSTAGE_CONFIG]")] = "",
+    config: Annotated[str, typer.Option(help="TOML or YAML file. \\[env: HOSTSTAGE_CONFIG]")] = "",
     socket: Annotated[str, typer.Option(help="Path of the gRPC Unix socket (listen.socket).")] = "",
     store: Annotated[str, typer.Option(help="file:///path, memory: or none (store.url).")] = "",
     budget: Annotated[str, typer.Option(help='Pinned memory, e.g. 8GiB, or "auto" (memory.budget).')] = "",

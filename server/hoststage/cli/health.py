@@ -11,14 +11,14 @@ from hoststage.cli.remote import fail, get, http_base, target_of, words
 
 
 def health(
-    http: Annotated[str, typer.Option(help="host:port of the operators' port. [default: http.listen]")] = "",
+    http: Annotated[str, typer.Option(help="host:port of the operators' port. \\[default: http.listen]")] = "",
     socket: Annotated[
         str,
         typer.Option(
-            help="gRPC socket or host:port; the daemon there is asked first. [default: listen.socket, where there is no operators' port]"
+            help="gRPC socket or host:port; the daemon there is asked first. \\[default: listen.socket, where there is no operators' port]"
         ),
     ] = "",
-    config: Annotated[str, typer.Option(help="TOML or YAML file. [env: HOSTSTAGE_CONFIG]")] = "",
+    config: Annotated[str, typer.Option(help="TOML or YAML file. \\[env: HOSTSTAGE_CONFIG]")] = "",
     timeout: Annotated[float, typer.Option(help="Seconds.")] = 3.0,
 ) -> None:
     """Exit with 0 if the daemon is ready, with 1 and the reasons if it is not."""

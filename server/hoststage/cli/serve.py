@@ -13,7 +13,7 @@ STOPPED, UNUSABLE = 0, 2
 
 
 def serve(
-    config: Annotated[str, typer.Option(help="TOML or YAML file. [env: HOSTSTAGE_CONFIG]")] = "",
+    config: Annotated[str, typer.Option(help="TOML or YAML file. \\[env: HOSTSTAGE_CONFIG]")] = "",
     socket: Annotated[str, typer.Option(help="Path of the gRPC Unix socket (listen.socket).")] = "",
     http: Annotated[str, typer.Option(help="host:port for operators (http.listen).")] = "",
     store: Annotated[str, typer.Option(help="file:///path, memory: or none (store.url).")] = "",

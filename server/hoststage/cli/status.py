@@ -63,8 +63,8 @@ def view(s: dict[str, Any], *between: RenderableType) -> Group:
 
 
 def status(
-    http: Annotated[str, typer.Option(help="host:port of the operators' port. [default: http.listen]")] = "",
-    config: Annotated[str, typer.Option(help="TOML or YAML file. [env: HOSTSTAGE_CONFIG]")] = "",
+    http: Annotated[str, typer.Option(help="host:port of the operators' port. \\[default: http.listen]")] = "",
+    config: Annotated[str, typer.Option(help="TOML or YAML file. \\[env: HOSTSTAGE_CONFIG]")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
 ) -> None:
     """Show what a daemon holds now."""

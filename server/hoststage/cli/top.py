@@ -24,8 +24,8 @@ _RATES = (
 
 
 def top(
-    http: Annotated[str, typer.Option(help="host:port of the operators' port. [default: http.listen]")] = "",
-    config: Annotated[str, typer.Option(help="TOML or YAML file. [env: HOSTSTAGE_CONFIG]")] = "",
+    http: Annotated[str, typer.Option(help="host:port of the operators' port. \\[default: http.listen]")] = "",
+    config: Annotated[str, typer.Option(help="TOML or YAML file. \\[env: HOSTSTAGE_CONFIG]")] = "",
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
 ) -> None:
