@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from tests.unit.fences_stacks import (
     BOTH,
     C4,
@@ -22,6 +23,7 @@ from tests.unit.fences_stacks import (
 )
 
 from hoststage.core.fences import RETRACTION_SUBJECT, evaluate
+from hoststage.core.fences.context import in_words
 from hoststage.core.findings import BudgetHolder, Severity
 from hoststage.core.stack import (
     Mode,
@@ -170,6 +172,52 @@ def test_budget_says_who_holds_what_and_what_would_fit() -> None:
     slots = int(str(finding.values["fits"]).removeprefix("kv "))
     assert 2 <= slots <= 12
     assert evaluate(stack(replace(KV, host_slots=slots)), facts).grant is not None
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("budget", "holders", "said"),
+    [
+        (48 * MIB, (), "of the node's budget of 48.0 MiB, nothing is held and 48.0 MiB are free."),
+        (48 * MIB, (BudgetHolder("gone", 0),), "nothing is held and 48.0 MiB are free."),
+        (
+            48 * MIB,
+            (BudgetHolder("session 1 (w)", 40 * MIB), BudgetHolder("namespace a", 8 * MIB)),
+            "48.0 MiB are held (session 1 (w): 40.0 MiB, namespace a: 8.0 MiB) and nothing is free.",
+        ),
+        (
+            48 * MIB,
+            (BudgetHolder("idle arenas", 10 * MIB, reclaimable=True),),
+            "nothing is held and 48.0 MiB are free, 10.0 MiB of them by giving up what nobody uses now "
+            "(idle arenas: 10.0 MiB).",
+        ),
+        (
+            48 * MIB,
+            (BudgetHolder("old clients", 60 * MIB), BudgetHolder("idle arenas", 10 * MIB, reclaimable=True)),
+            "60.0 MiB are held (old clients: 60.0 MiB) and nothing is free.",
+        ),
+    ],
+)
+def test_a_refusal_for_room_reads_as_a_sentence(budget: int, holders: tuple[BudgetHolder, ...], said: str) -> None:
+    (finding,) = found(evaluate(stack(replace(KV, host_slots=1 << 20)), node(budget, holders=holders)), "BUDGET")
+    assert said in finding.message
+    assert finding.values["holders"]
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        (0, "0 bytes"),
+        (1 << 20, "1.0 MiB"),
+        ((1 << 40) - 1, "1023.9 GiB"),
+        (1 << 46, "64.0 TiB"),
+        (5 << 49, "2.5 PiB"),
+    ],
+)
+def test_sizes_are_said_in_the_largest_unit(size: int, words: str) -> None:
+    assert in_words(size) == words
 
 
 def test_of_two_clients_racing_for_the_last_bytes_one_gets_them() -> None:

@@ -16,6 +16,8 @@ RETRACTION_SUBJECT = "retraction"
 
 INT64_MAX = (1 << 63) - 1
 
+UNITS = ((1 << 50, "PiB"), (1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"))
+
 
 class Applies(Enum):
     """When a row is evaluated: once for the stack, for each mode, or for each mode where holds are wished for."""
@@ -114,10 +116,10 @@ def _bounded(values: dict[str, int | str]) -> dict[str, int | str]:
 
 
 def in_words(size: int, *, up: bool = False) -> str:
-    """Return a size in words: bytes below a MiB, else MiB or GiB with one decimal, rounded down unless `up`."""
+    """Return a size in words: bytes below a MiB, else the largest unit with one decimal, rounded down unless `up`."""
     if abs(size) < 1 << 20:
         return f"{size} bytes"
-    unit, name = (1 << 30, "GiB") if abs(size) >= 1 << 30 else (1 << 20, "MiB")
+    unit, name = next((unit, name) for unit, name in UNITS if abs(size) >= unit)
     tenths = ceil_div(abs(size) * 10, unit) if up else abs(size) * 10 // unit
     whole, tenth = divmod(tenths, 10)
     return f"{'-' if size < 0 else ''}{whole}.{tenth} {name}"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from hoststage.core.fences.context import Context, Report, at_least, in_words, listed
-from hoststage.core.findings import Finding, RefusalKind
+from hoststage.core.findings import BudgetHolder, Finding, NodeFacts, RefusalKind
 
 PINNED = ("cuda", "mlock")
 """Achievements that count as pinned. `resident` does not: no swap keeps the pages, but nothing locks them."""
@@ -16,8 +16,6 @@ def budget(ctx: Context) -> Iterator[Finding]:
     sizing, facts = ctx.staging, ctx.facts
     if sizing.fits:
         return
-    held = sorted((h for h in facts.holders if h.bytes > 0), key=lambda h: (-h.bytes, h.name))
-    holders = listed(f"{h.name} {in_words(h.bytes)}{' (reclaimable)' if h.reclaimable else ''}" for h in held)
     fitted = sizing.fitted()
     values: dict[str, int | str] = {
         "budget_bytes": facts.budget_bytes,
@@ -25,7 +23,7 @@ def budget(ctx: Context) -> Iterator[Finding]:
         "free_bytes": facts.free_bytes,
         "needed_bytes": sizing.charged_bytes,
         "least_bytes": sizing.least_bytes,
-        "holders": holders or "nobody",
+        "holders": _named(facts.holders) or "nobody",
     }
     if fitted is None:
         fit = f"Not even the least for this mode ({in_words(sizing.least_bytes)}) would fit."
@@ -38,20 +36,33 @@ def budget(ctx: Context) -> Iterator[Finding]:
         remedy = f"Ask for that, raise the budget to {enough} or more, or end a holder."
         values["fits"] = sizes
         values["fits_bytes"] = fitted.charged_bytes
-    whole = f"of the node's budget of {in_words(facts.budget_bytes)}"
-    if holders:
-        left = (
-            f"{whole}, {in_words(facts.committed_bytes)} are held ({holders}) and {in_words(facts.free_bytes)} are free"
-        )
-    else:
-        left = f"{whole}, nothing is held and {in_words(facts.free_bytes)} are free"
     yield Report("BUDGET", ctx.mode).refused(
         "budget",
-        f"The grant needs {in_words(sizing.charged_bytes)}; {left}. {fit}",
+        f"The grant needs {in_words(sizing.charged_bytes)}; of the node's budget of {in_words(facts.budget_bytes)}, "
+        f"{_room(facts)}. {fit}",
         remedy,
         RefusalKind.RESOURCE_EXHAUSTED,
         **values,
     )
+
+
+def _room(facts: NodeFacts) -> str:
+    """Return in words what of the budget is held and by whom, what is free, and what of that is only lent."""
+    firm = tuple(h for h in facts.holders if not h.reclaimable)
+    warm = tuple(h for h in facts.holders if h.reclaimable)
+    held = f"{in_words(facts.committed_bytes)} are held ({_named(firm)})" if _named(firm) else "nothing is held"
+    free = f"{in_words(facts.free_bytes)} are free" if facts.free_bytes else "nothing is free"
+    lent = sum(h.bytes for h in warm)
+    # Memory that old clients still map counts even beyond the budget; then what is lent is not all free.
+    if not 0 < lent <= facts.free_bytes:
+        return f"{held} and {free}"
+    return f"{held} and {free}, {in_words(lent)} of them by giving up what nobody uses now ({_named(warm)})"
+
+
+def _named(holders: Iterable[BudgetHolder]) -> str:
+    """Return the holders with what each has, the largest first; "" where nobody has anything."""
+    held = sorted((h for h in holders if h.bytes > 0), key=lambda h: (-h.bytes, h.name))
+    return listed(f"{h.name}: {in_words(h.bytes)}" for h in held)
 
 
 def pin_required(ctx: Context) -> Iterator[Finding]:

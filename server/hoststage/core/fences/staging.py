@@ -243,9 +243,8 @@ def decode_role(ctx: Context) -> Iterator[Finding]:
             "A decode session is served in buffer_only. SGLang itself refuses --hicache-host-memory-mode "
             "buffer_only on a decode "
             "instance.",
-            "With SGLang use the external linker (--enable-unified-cache-external-linker), and on a decode "
-            "instance add "
-            "--disaggregation-decode-enable-radix-cache.",
+            "With SGLang leave that flag out on decode instances: "
+            "--disaggregation-decode-enable-offload-kvcache with hoststage's storage backend stores what they decode.",
             role=Role.DECODE.value,
         )
 
