@@ -91,6 +91,16 @@ def test_a_socket_that_may_not_be_opened_is_said_to_be_that_with_its_mode_and_ow
     assert "hoststage serve" not in result.stdout
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become somebody else")
+def test_a_socket_in_a_folder_that_may_not_be_entered_is_said_to_be_that(tmp_path):
+    # tmp_path is this user's alone.
+    nobody = str(pwd.getpwnam("nobody").pw_uid)
+    command = [sys.executable, "-c", AS_NOBODY, f"{tmp_path}/h.sock", nobody]
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=True)
+    assert f"{tmp_path}/h.sock may not be opened by user nobody" in result.stdout
+    assert "a folder above it may not be entered" in result.stdout
+
+
 def test_closing_with_views_alive_warns_once_and_says_how_much_stays(daemon, caplog):
     session = connect(daemon.address, stack=stack("views"), timeout=20)
     keys = keys_of(2, "views")
