@@ -133,5 +133,5 @@ def test_a_launch_line_of_a_decode_instance_is_refused_by_the_engine_and_says_th
     data = json.loads(done.stdout)
     assert (done.returncode, data["granted"]) == (1, None)
     [engine] = [f for f in data["findings"] if f["rule"] == "SGLANG_DECODE_ROLE"]
-    assert "--disaggregation-decode-enable-radix-cache" in engine["remedy"]
+    assert "--disaggregation-decode-enable-offload-kvcache" in engine["remedy"]
     assert "DECODE_ROLE" in [f["rule"] for f in data["findings"] if f["severity"] == "notice"]

@@ -144,6 +144,7 @@ def test_a_budget_below_the_least_does_not_fit(tmp_path: Path) -> None:
     assert "refused BUDGET budget (buffer_only): Does not fit." in said
     assert "The 8 processes together need 128.0 MiB at the least; the node's budget has 10.0 MiB for it." in said
     assert "Raise the budget to 128.0 MiB or more" in said
+    assert done.stdout.splitlines()[-1] == "No configuration for hoststage serve: the budget given is too small."
     assert not path.exists()
 
 

@@ -202,6 +202,8 @@ def report(
         lines.append("Findings and assumptions")
         lines += [line for f in findings for line in _finding_lines(f)]
         lines.append("")
+    if not _fits(subject.stacks[0], room):
+        return [*lines, "No configuration for hoststage serve: the budget given is too small."]
     return [*lines, "Configuration for hoststage serve", "", config.rstrip()]
 
 

@@ -17,6 +17,7 @@ def budget(ctx: Context) -> Iterator[Finding]:
     if sizing.fits:
         return
     fitted = sizing.fitted()
+    end = ", or end a holder" if facts.committed_bytes else ""
     values: dict[str, int | str] = {
         "budget_bytes": facts.budget_bytes,
         "committed_bytes": facts.committed_bytes,
@@ -27,13 +28,13 @@ def budget(ctx: Context) -> Iterator[Finding]:
     }
     if fitted is None:
         fit = f"Not even the least for this mode ({in_words(sizing.least_bytes)}) would fit."
-        remedy = f"Raise the budget to {at_least(facts.committed_bytes + sizing.least_bytes)} or more, or end a holder."
+        remedy = f"Raise the budget to {at_least(facts.committed_bytes + sizing.least_bytes)} or more{end}."
         values["fits"] = "nothing"
     else:
         sizes = ", ".join(f"{p.pool} {p.slots}" for p in fitted.pools if p.pool == p.source)
         fit = f"What would fit, in slots: {sizes}."
         enough = at_least(facts.committed_bytes + sizing.charged_bytes)
-        remedy = f"Ask for that, raise the budget to {enough} or more, or end a holder."
+        remedy = f"Ask for that, raise the budget to {enough} or more{end}."
         values["fits"] = sizes
         values["fits_bytes"] = fitted.charged_bytes
     yield Report("BUDGET", ctx.mode).refused(
