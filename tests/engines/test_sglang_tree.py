@@ -1,0 +1,228 @@
+"""SGLang's real UnifiedRadixCache over hoststage, in both host-memory modes: store, evict everything, prefetch back, match.
+
+Real are the tree, its controller with all threads, the buffer pipeline, device pool, allocator, host pools, hashes, `ServerArgs` and the runtime context made of
+them. Replaced, because they need a GPU: the two copies between device and host pool, by plain tensor copies, and `cudaHostRegister`, by nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.engines
+
+tree_module = pytest.importorskip("sglang.srt.mem_cache.unified_radix_cache", exc_type=ImportError)
+torch = pytest.importorskip("torch")
+
+from sglang.srt import runtime_context  # noqa: E402
+from sglang.srt.managers.schedule_batch import Req  # noqa: E402
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator  # noqa: E402
+from sglang.srt.mem_cache.base_prefix_cache import (  # noqa: E402
+    EvictParams,
+    InitLoadBackParams,
+    InsertParams,
+    MatchPrefixParams,
+)
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool  # noqa: E402
+from sglang.srt.mem_cache.pool_host import common  # noqa: E402
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402
+from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
+from sglang.srt.mem_cache.unified_cache.components import ComponentType  # noqa: E402
+from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
+from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
+from sglang.srt.server_args import ServerArgs  # noqa: E402
+
+from tests.engines import sglang_support as sg  # noqa: E402
+from tests.integration.daemon import ROOT, Daemon  # noqa: E402
+
+PAGES = 10
+SLOTS = 32 * sg.PAGE
+MODEL = ROOT / "tests" / "fixtures" / "models" / "llama-3.1-8b"
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Daemon]:
+    with tempfile.TemporaryDirectory(prefix="hs") as folder:
+        daemon = Daemon(Path(folder), budget="512MiB").start()
+        yield daemon
+        daemon.kill()
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("gloo") / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+def _to_host(host: Any, device: Any, host_ids: Any, device_ids: Any, _io: str) -> None:
+    for layer in range(host.layer_num):
+        host.kv_buffer[0][host_ids, layer] = device.k_buffer[layer][device_ids]
+        host.kv_buffer[1][host_ids, layer] = device.v_buffer[layer][device_ids]
+
+
+def _to_device(
+    host: Any, device: Any, host_ids: Any, device_ids: Any, layer: int, _io: str, *, is_draft: bool = False
+) -> None:
+    device.k_buffer[layer][device_ids] = host.kv_buffer[0][host_ids, layer]
+    device.v_buffer[layer][device_ids] = host.kv_buffer[1][host_ids, layer]
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "_cuda_host_register", lambda *_: None)
+    monkeypatch.setattr(MHATokenToKVPoolHost, "backup_from_device_all_layer", _to_host)
+    monkeypatch.setattr(MHATokenToKVPoolHost, "load_to_device_per_layer", _to_device)
+
+
+class Engine:
+    """A tree with HiCache and hoststage's backend, over a device pool in host memory (host layout `page_first`)."""
+
+    def __init__(self, node: Daemon, group: Any, mode: str) -> None:
+        extra = {**sg.config(node.address).extra_config, "prefetch_threshold": sg.PAGE}
+        args = ServerArgs(
+            model_path=str(MODEL),
+            device="cpu",
+            page_size=sg.PAGE,
+            skip_tokenizer_init=True,
+            enable_hierarchical_cache=True,
+            hicache_storage_backend="dynamic",
+            hicache_storage_backend_extra_config=json.dumps(extra),
+            hicache_storage_prefetch_policy="wait_complete",
+            hicache_host_memory_mode=mode,
+            hicache_mem_layout="page_first",
+            hicache_write_policy="write_through",
+        )
+        ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
+        self.context = runtime_context.use_context(runtime_context.create_context(args, role="scheduler", ranks=ranks))
+        self.context.__enter__()
+        self.device = MHATokenToKVPool(
+            SLOTS, sg.PAGE, torch.bfloat16, 2, 64, sg.LAYERS, "cpu", enable_memory_saver=False, enable_alt_stream=False
+        )
+        self.allocator = PagedTokenToKVPoolAllocator(SLOTS, sg.PAGE, torch.bfloat16, "cpu", self.device, False)
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=ReqToTokenPool(4, SLOTS, "cpu", False),
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=sg.PAGE,
+            tp_cache_group=group,
+            tree_components=(ComponentType.FULL,),
+        )
+        self.tree = tree_module.UnifiedRadixCache(params)
+        self.tree.init_hicache(args, params)
+        self.backend = self.tree.cache_controller.storage_backend
+
+    def close(self) -> None:
+        self.tree.shutdown()
+        self.context.__exit__(None, None, None)
+
+    def fill(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for buffer in (*self.device.k_buffer, *self.device.v_buffer):
+            buffer.copy_(torch.randn(buffer.shape, generator=generator))
+
+    def rows(self, at: Any) -> list[Any]:
+        return [buffer[at].clone() for buffer in (*self.device.k_buffer, *self.device.v_buffer)]
+
+    def until(self, check: Callable[[], Any], seconds: float = 30) -> None:
+        """Turn the scheduler's crank until something is so."""
+        deadline = time.monotonic() + seconds
+        while not check():
+            assert time.monotonic() < deadline
+            self.tree.check_hicache_events()
+            time.sleep(0.01)
+
+    def match(self, tokens: array) -> Any:
+        return self.tree.match_prefix(MatchPrefixParams(key=RadixKey(tokens)))
+
+    def store(self, tokens: array, seed: int) -> list[Any]:
+        """Compute the tokens, so to speak, put them into the tree, and wait until they are stored. Return their rows."""
+        self.fill(seed)
+        at = self.allocator.alloc(len(tokens))
+        rows = self.rows(at)
+        self.tree.insert(InsertParams(key=RadixKey(tokens), value=at))
+        hashes = get_storage_hash_str(list(tokens), None, page_size=sg.PAGE)
+        self.until(lambda: self.backend.batch_exists(hashes) == len(hashes))
+        self.until(lambda: not self.tree.cache_controller.has_inflight_device_transfers())
+        return rows
+
+    def fetch(self, tokens: array) -> Req:
+        """Let a request for the tokens wait for its prefetch, as the scheduler does."""
+        req = Req("r", "", array("q", [*tokens, 1, 2, 3]), SamplingParams(max_new_tokens=4))
+        start = self.match(tokens).last_host_node
+        self.tree.prefetch_from_storage(req.cache_request_handle, start, tokens, matched_prefix_tokens=[])
+        self.until(lambda: self.tree.check_prefetch_progress(req.cache_request_handle))
+        return req
+
+    def load(self, req: Req) -> None:
+        """Admit the request: what was fetched goes to the device."""
+        req.init_next_round_input(self.tree, cow_mamba=False)
+        if self.tree.buffer_pipeline is not None:
+            assert self.tree.buffer_pipeline.prepare_staged_prefetch(req)
+        params = InitLoadBackParams(best_match_node=req.best_match_node, host_hit_length=req.host_hit_length, req=req)
+        self.tree.init_load_back(params)
+        self.tree.ready_to_load_host_cache()
+        self.until(lambda: not self.tree.cache_controller.has_inflight_device_transfers())
+
+
+@pytest.fixture
+def engines(node: Daemon, group: Any, without_gpu: None) -> Iterator[Callable[[str], Engine]]:
+    opened: list[Engine] = []
+
+    def start(mode: str) -> Engine:
+        opened.append(Engine(node, group, mode))
+        return opened[-1]
+
+    yield start
+    for engine in reversed(opened):
+        engine.close()
+
+
+@pytest.mark.parametrize("mode", ["buffer_only", "cache"])
+def test_what_was_evicted_everywhere_comes_back_from_hoststage_and_matches(
+    engines: Callable[[str], Engine], mode: str
+) -> None:
+    engine = engines(mode)
+    first = 1000 if mode == "cache" else 9000
+    tokens = array("q", range(first, first + PAGES * sg.PAGE))
+    wanted = engine.store(tokens, 1)
+    assert engine.match(tokens).device_prefix_len == len(tokens)
+    engine.until(lambda: engine.tree.evict(EvictParams(num_tokens=SLOTS)) and engine.tree.full_evictable_size() == 0)
+    if mode == "cache":
+        # Host pages are locked until the scheduler has seen the backup's acknowledgement.
+        engine.until(lambda: engine.tree.evict_host(SLOTS) == len(tokens))
+    gone = engine.match(tokens)
+    assert (gone.device_prefix_len, gone.host_hit_length) == (0, 0)
+    engine.fill(2)
+
+    req = engine.fetch(tokens)
+    engine.load(req)
+    found = engine.match(tokens)
+    assert found.device_prefix_len == len(tokens)
+    at = engine.tree.path_device_indices(found.last_device_node)
+    assert all(torch.equal(a, b) for a, b in zip(wanted, engine.rows(at), strict=True))
+    assert engine.backend.failures == {}
+
+
+@pytest.mark.parametrize("mode", ["buffer_only", "cache"])
+def test_another_engine_finds_what_the_first_one_stored(engines: Callable[[str], Engine], mode: str) -> None:
+    first = 20_000 if mode == "cache" else 30_000
+    tokens = array("q", range(first, first + PAGES * sg.PAGE))
+    one = engines(mode)
+    wanted = one.store(tokens, 3)
+    other = engines(mode)
+    other.fill(4)
+    other.load(other.fetch(tokens))
+    found = other.match(tokens)
+    assert found.device_prefix_len == len(tokens)
+    at = other.tree.path_device_indices(found.last_device_node)
+    assert all(torch.equal(a, b) for a, b in zip(wanted, other.rows(at), strict=True))
