@@ -10,7 +10,7 @@ import json
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ torch = pytest.importorskip("torch")
 from sglang.srt import runtime_context  # noqa: E402
 from sglang.srt.managers.schedule_batch import Req  # noqa: E402
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator  # noqa: E402
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator  # noqa: E402
 from sglang.srt.mem_cache.base_prefix_cache import (  # noqa: E402
     EvictParams,
     InitLoadBackParams,
@@ -31,10 +32,12 @@ from sglang.srt.mem_cache.base_prefix_cache import (  # noqa: E402
     MatchPrefixParams,
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName  # noqa: E402
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool  # noqa: E402
 from sglang.srt.mem_cache.pool_host import common  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool  # noqa: E402
 from sglang.srt.mem_cache.unified_cache.components import ComponentType  # noqa: E402
 from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
@@ -44,6 +47,7 @@ from tests.engines import sglang_support as sg  # noqa: E402
 from tests.integration.daemon import ROOT, Daemon  # noqa: E402
 
 PAGES = 10
+WINDOW = 3 * sg.PAGE
 SLOTS = 32 * sg.PAGE
 MODEL = ROOT / "tests" / "fixtures" / "models" / "llama-3.1-8b"
 
@@ -84,10 +88,23 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MHATokenToKVPoolHost, "load_to_device_per_layer", _to_device)
 
 
+def _plain_pools() -> tuple[tuple[Any, ...], Any]:
+    pool = MHATokenToKVPool(
+        SLOTS, sg.PAGE, torch.bfloat16, 2, 64, sg.LAYERS, "cpu", enable_memory_saver=False, enable_alt_stream=False
+    )
+    return (pool,), PagedTokenToKVPoolAllocator(SLOTS, sg.PAGE, torch.bfloat16, "cpu", pool, False)
+
+
+def _window_pools() -> tuple[tuple[Any, ...], Any]:
+    pool = SWAKVPool(SLOTS, SLOTS, sg.PAGE, torch.bfloat16, 2, 64, [0, 2], [1, 3], "cpu", enable_alt_stream=False)
+    allocator = SWATokenToKVPoolAllocator(SLOTS, SLOTS, sg.PAGE, torch.bfloat16, "cpu", pool, False)
+    return (pool.full_kv_pool, pool.swa_kv_pool), allocator
+
+
 class Engine:
     """A tree with HiCache and hoststage's backend, over a device pool in host memory (host layout `page_first`)."""
 
-    def __init__(self, node: Daemon, group: Any, mode: str) -> None:
+    def __init__(self, node: Daemon, group: Any, mode: str, *, window: bool = False) -> None:
         extra = {**sg.config(node.address).extra_config, "prefetch_threshold": sg.PAGE}
         args = ServerArgs(
             model_path=str(MODEL),
@@ -105,17 +122,15 @@ class Engine:
         ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
         self.context = runtime_context.use_context(runtime_context.create_context(args, role="scheduler", ranks=ranks))
         self.context.__enter__()
-        self.device = MHATokenToKVPool(
-            SLOTS, sg.PAGE, torch.bfloat16, 2, 64, sg.LAYERS, "cpu", enable_memory_saver=False, enable_alt_stream=False
-        )
-        self.allocator = PagedTokenToKVPoolAllocator(SLOTS, sg.PAGE, torch.bfloat16, "cpu", self.device, False)
+        self.pools, self.allocator = _window_pools() if window else _plain_pools()
         params = CacheInitParams(
             disable=False,
             req_to_token_pool=ReqToTokenPool(4, SLOTS, "cpu", False),
             token_to_kv_pool_allocator=self.allocator,
             page_size=sg.PAGE,
             tp_cache_group=group,
-            tree_components=(ComponentType.FULL,),
+            sliding_window_size=WINDOW if window else None,
+            tree_components=(ComponentType.FULL, ComponentType.SWA) if window else (ComponentType.FULL,),
         )
         self.tree = tree_module.UnifiedRadixCache(params)
         self.tree.init_hicache(args, params)
@@ -127,11 +142,21 @@ class Engine:
 
     def fill(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        for buffer in (*self.device.k_buffer, *self.device.v_buffer):
+        for buffer in self._buffers(self.pools):
             buffer.copy_(torch.randn(buffer.shape, generator=generator))
 
+    @staticmethod
+    def _buffers(pools: Sequence[Any]) -> list[Any]:
+        return [buffer for pool in pools for buffer in (*pool.k_buffer, *pool.v_buffer)]
+
     def rows(self, at: Any) -> list[Any]:
-        return [buffer[at].clone() for buffer in (*self.device.k_buffer, *self.device.v_buffer)]
+        """Return the rows of tokens: in the full pool, and of the last window of them in the window pool."""
+        full = [buffer[at].clone() for buffer in self._buffers(self.pools[:1])]
+        if len(self.pools) == 1:
+            return full
+        last = self.allocator.translate_loc_from_full_to_swa(at)[-WINDOW:]
+        assert (last > 0).all()
+        return full + [buffer[last].clone() for buffer in self._buffers(self.pools[1:])]
 
     def until(self, check: Callable[[], Any], seconds: float = 30) -> None:
         """Turn the scheduler's crank until something is so."""
@@ -144,10 +169,18 @@ class Engine:
     def match(self, tokens: array) -> Any:
         return self.tree.match_prefix(MatchPrefixParams(key=RadixKey(tokens)))
 
+    def _alloc(self, count: int) -> Any:
+        if len(self.pools) == 1:
+            return self.allocator.alloc(count)
+        # What the allocator's own `alloc` does; that one is for pages of one token.
+        at = self.allocator.full_attn_allocator.alloc(count)
+        self.allocator.set_full_to_swa_mapping(at, self.allocator.swa_attn_allocator.alloc(count))
+        return at
+
     def store(self, tokens: array, seed: int) -> list[Any]:
         """Compute the tokens, so to speak, put them into the tree, and wait until they are stored. Return their rows."""
         self.fill(seed)
-        at = self.allocator.alloc(len(tokens))
+        at = self._alloc(len(tokens))
         rows = self.rows(at)
         self.tree.insert(InsertParams(key=RadixKey(tokens), value=at))
         hashes = get_storage_hash_str(list(tokens), None, page_size=sg.PAGE)
@@ -175,11 +208,11 @@ class Engine:
 
 
 @pytest.fixture
-def engines(node: Daemon, group: Any, without_gpu: None) -> Iterator[Callable[[str], Engine]]:
+def engines(node: Daemon, group: Any, without_gpu: None) -> Iterator[Callable[..., Engine]]:
     opened: list[Engine] = []
 
-    def start(mode: str) -> Engine:
-        opened.append(Engine(node, group, mode))
+    def start(mode: str, *, window: bool = False) -> Engine:
+        opened.append(Engine(node, group, mode, window=window))
         return opened[-1]
 
     yield start
@@ -189,7 +222,7 @@ def engines(node: Daemon, group: Any, without_gpu: None) -> Iterator[Callable[[s
 
 @pytest.mark.parametrize("mode", ["buffer_only", "cache"])
 def test_what_was_evicted_everywhere_comes_back_from_hoststage_and_matches(
-    engines: Callable[[str], Engine], mode: str
+    engines: Callable[..., Engine], mode: str
 ) -> None:
     engine = engines(mode)
     first = 1000 if mode == "cache" else 9000
@@ -214,7 +247,7 @@ def test_what_was_evicted_everywhere_comes_back_from_hoststage_and_matches(
 
 
 @pytest.mark.parametrize("mode", ["buffer_only", "cache"])
-def test_another_engine_finds_what_the_first_one_stored(engines: Callable[[str], Engine], mode: str) -> None:
+def test_another_engine_finds_what_the_first_one_stored(engines: Callable[..., Engine], mode: str) -> None:
     first = 20_000 if mode == "cache" else 30_000
     tokens = array("q", range(first, first + PAGES * sg.PAGE))
     one = engines(mode)
@@ -226,3 +259,21 @@ def test_another_engine_finds_what_the_first_one_stored(engines: Callable[[str],
     assert found.device_prefix_len == len(tokens)
     at = other.tree.path_device_indices(found.last_device_node)
     assert all(torch.equal(a, b) for a, b in zip(wanted, other.rows(at), strict=True))
+
+
+def test_a_window_pool_comes_back_with_its_full_pool_in_buffer_only(engines: Callable[..., Engine]) -> None:
+    tokens = array("q", range(40_000, 40_000 + PAGES * sg.PAGE))
+    one = engines("buffer_only", window=True)
+    wanted = one.store(tokens, 5)
+    ask = [sg.transfer(PoolName.SWA, ["window"] * (WINDOW // sg.PAGE), policy=PoolHitPolicy.TRAILING_PAGES)]
+    hashes = get_storage_hash_str(list(tokens), None, page_size=sg.PAGE)
+    # The window is written after the full pages; until then no length can be restored.
+    one.until(lambda: one.backend.batch_exists_v2(hashes, ask).kv_hit_pages == PAGES)
+    other = engines("buffer_only", window=True)
+    other.fill(6)
+    other.load(other.fetch(tokens))
+    found = other.match(tokens)
+    assert found.device_prefix_len == len(tokens)
+    at = other.tree.path_device_indices(found.last_device_node)
+    assert all(torch.equal(a, b) for a, b in zip(wanted, other.rows(at), strict=True))
+    assert other.backend.failures == {}
