@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import structlog
 
 from hoststage.core import effects as fx
@@ -16,7 +15,6 @@ from hoststage.core.findings import Grant, Verdict
 from hoststage.core.prefix import Rules, restorable
 from hoststage.core.sessions import SessionCore, SessionState, SpanPart
 from hoststage.core.slots import SlotError
-from hoststage.core.stack import MAX_KEY_BYTES
 from hoststage.server.contract import (
     ArenaDescriptor,
     ArenaFacts,
@@ -29,6 +27,7 @@ from hoststage.server.contract import (
     SessionRequest,
 )
 from hoststage.server.staging.arenas import PoolArena
+from hoststage.server.staging.wire_spans import keys_of, parts_of, pool_slots, ranges, reserve_reply
 from hoststage.shm.copy import address_of, copy_bytes
 from hoststage.v1 import ops
 
@@ -143,56 +142,10 @@ class Session:
             )
 
     def _keys(self, span: ops.Span) -> list[bytes]:
-        """Return the keys of a span that is well formed. Raises `RequestError`."""
-        size, limit = span.key_bytes, self._tier.limits.max_span_keys
-        if not 1 <= size <= MAX_KEY_BYTES:
-            raise RequestError("KEY_SIZE", f"key_bytes is {size}, must be 1 to {MAX_KEY_BYTES}", field="span.key_bytes")
-        if len(span.keys) % size:
-            raise RequestError(
-                "KEY_SIZE", f"{len(span.keys)} bytes of keys are no multiple of key_bytes {size}", field="span.keys"
-            )
-        if len(span.keys) // size > limit:
-            raise RequestError(
-                "SPAN_TOO_LONG",
-                f"{len(span.keys) // size} keys, at most {limit} are allowed",
-                code="RESOURCE_EXHAUSTED",
-                field="span.keys",
-                remedy="split the span",
-            )
-        keys = span.split()
-        if len(keys) > 1 and len(set(keys)) != len(keys):
-            raise RequestError("DUPLICATE_KEY", "a key stands twice in the span", field="span.keys")
-        return keys
+        return keys_of(span, self._tier.limits.max_span_keys)
 
     def _parts(self, span: ops.Span, keys: list[bytes], slots: Sequence[ops.PoolSlots] | None = None) -> list[SpanPart]:
-        """Return the ranges of a span as the core wants them. Raises `RequestError`."""
-        pools, n = len(self._write), len(keys)
-        if slots is not None and len(slots) != len(span.ranges):
-            raise RequestError("RANGES", f"{len(slots)} lists of slots for {len(span.ranges)} ranges", field="slots")
-        seen: set[int] = set()
-        parts = []
-        for i, r in enumerate(span.ranges):
-            if r.pool >= pools:
-                raise RequestError("RANGES", f"pool {r.pool}: the stack has {pools}", field=f"span.ranges[{i}].pool")
-            if r.pool in seen:
-                raise RequestError("RANGES", f"pool {r.pool} has two ranges", field=f"span.ranges[{i}].pool")
-            seen.add(r.pool)
-            if n and r.first + r.count > n:
-                raise RequestError(
-                    "RANGES", f"keys [{r.first}, {r.first + r.count}) of {n}", field=f"span.ranges[{i}].count"
-                )
-            part = SpanPart(r.pool, r.first, r.count, keys[r.first : r.first + r.count] if n else ())
-            if slots is not None:
-                if slots[i].pool != r.pool or len(slots[i].slots) != r.count:
-                    raise RequestError(
-                        "RANGES",
-                        f"pool {slots[i].pool} with {len(slots[i].slots)} slots for range {r}",
-                        field=f"slots[{i}]",
-                    )
-                part.slots = slots[i].slots.astype(np.uint32, copy=False)
-                part.generations = slots[i].generations.astype(np.uint32, copy=False)
-            parts.append(part)
-        return parts
+        return parts_of(span, keys, len(self._write), slots)
 
     # -------------------------------------------------------------- writing
 
@@ -231,12 +184,12 @@ class Session:
         if result is None:
             self._reserving[request_id] = reply
         else:
-            reply(_reserve_reply(result))
+            reply(reserve_reply(result))
 
     def reserve_ended(self, ended: fx.ReserveEnded) -> None:
         reply = self._reserving.pop(ended.request_id, None)
         if reply is not None:
-            reply(_reserve_reply(ended.result))
+            reply(reserve_reply(ended.result))
 
     def _commit(self, op: ops.Commit, request_id: int, reply: Reply) -> None:
         keys = self._keys(op.span)
@@ -260,9 +213,7 @@ class Session:
 
     def _commit_now(self, parts: list[SpanPart], parent: bytes, request_id: int) -> ops.CommitReply:
         result = self._tier.commit(self.core, parts, parent, request_id, self._engine.now())
-        return ops.CommitReply(
-            ops.Outcome(result.outcome), result.commit_id, _pool_slots(result.credits), result.detail
-        )
+        return ops.CommitReply(ops.Outcome(result.outcome), result.commit_id, pool_slots(result.credits), result.detail)
 
     def commit_ended(self, ended: fx.CommitEnded) -> None:
         self._port.push(
@@ -339,8 +290,8 @@ class Session:
         if result is None:
             reply(ops.LoadReply(ops.Outcome.PENDING, load_id))
         else:
-            slots, ranges = _pool_slots(result.parts), _ranges(result.parts)
-            reply(ops.LoadReply(ops.Outcome(result.outcome), load_id, result.prefix, ranges, slots, result.detail))
+            slots, named = pool_slots(result.parts), ranges(result.parts)
+            reply(ops.LoadReply(ops.Outcome(result.outcome), load_id, result.prefix, named, slots, result.detail))
 
     def _begin(self, op: ops.Load) -> tuple[int, fx.LoadResult | None]:
         keys = self._keys(op.span)
@@ -370,8 +321,8 @@ class Session:
             ops.Outcome(result.outcome),
             result.last,
             result.prefix,
-            _ranges(result.parts),
-            _pool_slots(result.parts),
+            ranges(result.parts),
+            pool_slots(result.parts),
             result.detail,
         )
         inline = self._inline.get(result.load_id)
@@ -518,15 +469,3 @@ def _all_there(rules: Rules, present: Sequence[Sequence[bytes | None]]) -> bool:
 def _copy_in(todo: Sequence[tuple[int, bytes | bytearray]]) -> None:
     for address, page in todo:
         copy_bytes(address, address_of(page).address, len(page))
-
-
-def _pool_slots(parts: Sequence[fx.PartSlots]) -> tuple[ops.PoolSlots, ...]:
-    return tuple(ops.PoolSlots(p.pool, p.slots, p.generations) for p in parts)
-
-
-def _ranges(parts: Sequence[fx.PartSlots]) -> tuple[ops.PoolRange, ...]:
-    return tuple(ops.PoolRange(p.pool, p.first, len(p.slots)) for p in parts)
-
-
-def _reserve_reply(result: fx.ReserveResult) -> ops.ReserveReply:
-    return ops.ReserveReply(ops.Outcome(result.outcome), _pool_slots(result.parts), result.detail)
