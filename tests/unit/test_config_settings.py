@@ -108,7 +108,9 @@ def test_what_is_printed_can_be_read_again(tmp_path):
 
 def test_a_plans_file_can_be_served(tmp_path):
     file = tmp_path / "plan.toml"
-    file.write_text(render_config(title="a model", budget_bytes=5 << 30, huge_pages=True, store_path="/var/lib/x"))
+    file.write_text(
+        render_config(title="a model", budget_bytes=5 << 30, huge_pages=True, store_url="file:///var/lib/x")
+    )
     settings = load_settings(str(file), environ={})
     assert settings.memory.budget == 5 << 30
     assert settings.store.url == "file:///var/lib/x"

@@ -7,9 +7,21 @@ from dataclasses import replace
 import pytest
 from tests.unit.fences_stacks import C4, GIB, HOLDS, INDEXER, KV, MAMBA, PAGE, SWA, W, node, stack
 
-from hoststage.core.findings import PoolGrant
+from hoststage.core.fences import evaluate
+from hoststage.core.findings import NodeFacts, PoolGrant
 from hoststage.core.sizing import Sizing, size_pools
-from hoststage.core.stack import HitPolicy, Mode, Parallel, PoolKind, Retraction, RetractionWish
+from hoststage.core.stack import (
+    HitPolicy,
+    Identity,
+    Mode,
+    ModeWish,
+    Parallel,
+    Pool,
+    PoolKind,
+    Retraction,
+    RetractionWish,
+    Stack,
+)
 
 MIB = 1 << 20
 KV_64K = replace(KV, page_bytes=64 << 10, host_slots=0)
@@ -169,3 +181,25 @@ def test_a_sidecar_of_an_unsized_source_may_ask_for_both() -> None:
 def test_a_pool_without_host_pages_has_no_size() -> None:
     ring = replace(KV, name="draft", kind=PoolKind.SIDECAR, indices_from_pool="absent")
     assert size_pools(stack(KV, ring), node(), Mode.CACHE).pool("draft") is None
+
+
+def test_a_live_read_arena_too_small_for_a_window_refuses_a_stack_that_shares_its_arena() -> None:
+    window = Pool(
+        name="swa",
+        kind=PoolKind.SWA,
+        page_bytes=1,
+        page_tokens=16,
+        sliding_window=17,
+        hit_policy=HitPolicy.TRAILING_PAGES,
+        shares_arena_with="kv",
+    )
+    sharing = Stack(
+        Identity("m"),
+        (window, replace(window, name="aux", host_slots=1)),
+        modes=(ModeWish(Mode.BUFFER_ONLY),),
+    )
+    verdict = evaluate(sharing, NodeFacts(budget_bytes=24576, live_read_slots={"swa": 1}))
+    assert verdict.grant is None
+    [finding] = [f for f in verdict.findings if f.values.get("live_read_slots") == 1]
+    assert (finding.rule, finding.subject) == ("SHARED_ARENA_TOO_SMALL", "swa")
+    assert evaluate(sharing, NodeFacts(budget_bytes=24576 + 8192, live_read_slots={"swa": 2})).grant is not None

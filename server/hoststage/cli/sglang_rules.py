@@ -77,7 +77,9 @@ def decode_role(flags: SglangFlags, stack: Stack) -> Iterator[Finding]:
             "--disaggregation-mode",
             "--hicache-host-memory-mode buffer_only with --disaggregation-mode decode: its decode paths bypass the "
             "buffer-mode pipeline. hoststage serves decode sessions.",
-            f"{NO_BUFFER} on decode instances; what they decode is stored with "
+            f"{NO_BUFFER} on decode instances. The way that SGLang leaves open is the external linker "
+            "(--enable-unified-cache-external-linker), which on a decode instance needs "
+            "--disaggregation-decode-enable-radix-cache; hoststage's linker is not part of this release. What they decode is stored with "
             f"--disaggregation-decode-enable-offload-kvcache and hoststage's storage backend: {BACKEND_FLAGS}",
         )
 

@@ -100,18 +100,7 @@ def too_small(ctx: Context, report: Report, sized: PoolSizing, need: str) -> Ite
         "span_pages": sized.span_pages,
         "page_tokens": sized.page_tokens,
     }
-    if 0 < sized.live_read_slots < sized.needed_read:
-        yield report.refused(
-            sized.pool,
-            f"The live namespace's read arena has {sized.live_read_slots} slots of pool {sized.pool!r}; this "
-            "stack needs "
-            f"{sized.needed_read}.",
-            "End the sessions of that namespace, so that its read arena is built anew, or ask for a mode that "
-            "needs less.",
-            PRECONDITION,
-            live_read_slots=sized.live_read_slots,
-            needed_read_slots=sized.needed_read,
-        )
+    yield from live_too_small(report, sized)
     if sized.shared or not 0 < sized.asked_slots < sized.least_slots:
         return
     least, asked = sized.least_slots, sized.asked_slots
@@ -142,6 +131,22 @@ def too_small(ctx: Context, report: Report, sized: PoolSizing, need: str) -> Ite
     )
 
 
+def live_too_small(report: Report, sized: PoolSizing) -> Iterator[Finding]:
+    """A live read arena is taken as it is: never grown, so it must hold what this stack needs of it."""
+    if 0 < sized.live_read_slots < sized.needed_read:
+        yield report.refused(
+            sized.pool,
+            f"The live namespace's read arena has {sized.live_read_slots} slots of pool {sized.pool!r}; this "
+            "stack needs "
+            f"{sized.needed_read}.",
+            "End the sessions of that namespace, so that its read arena is built anew, or ask for a mode that "
+            "needs less.",
+            PRECONDITION,
+            live_read_slots=sized.live_read_slots,
+            needed_read_slots=sized.needed_read,
+        )
+
+
 def shared_arena_too_small(ctx: Context) -> Iterator[Finding]:
     """An arena shared by window pools and the full pool must hold two of the smallest transfers of them all."""
     report = Report("SHARED_ARENA_TOO_SMALL", ctx.mode)
@@ -155,6 +160,8 @@ def shared_arena_too_small(ctx: Context) -> Iterator[Finding]:
         seen.add(names)
         members = [s for s in (ctx.staging.pool(n) for n in names) if s is not None]
         one = sum(span_pages(ctx.stack, p) * p.stride for p in group)
+        for member in members:
+            yield from live_too_small(report, member)
         asked = sum(s.asked_slots * s.stride for s in members)
         if asked >= 2 * one:
             continue
@@ -243,8 +250,9 @@ def decode_role(ctx: Context) -> Iterator[Finding]:
             "A decode session is served in buffer_only. SGLang itself refuses --hicache-host-memory-mode "
             "buffer_only on a decode "
             "instance.",
-            "With SGLang leave that flag out on decode instances: "
-            "--disaggregation-decode-enable-offload-kvcache with hoststage's storage backend stores what they decode.",
+            "With SGLang leave that flag out on decode instances. What works there is its external linker, which on a decode "
+            "instance needs --disaggregation-decode-enable-radix-cache; hoststage's linker is not part of this release. Until "
+            "then --disaggregation-decode-enable-offload-kvcache with hoststage's storage backend stores what they decode.",
             role=Role.DECODE.value,
         )
 
