@@ -102,7 +102,7 @@ def handshake(rig: Rig) -> None:
 def prefault(rig: Rig) -> None:
     """Populating a large arena at a handshake, against memset of as much shared memory by as many threads."""
     case = "prefault"
-    size = min(rig.settings.pick(512 * MIB, 8 << 30), memory_available() // 3)
+    size = min(rig.settings.pick(512 * MIB, 8 << 30), memory_available() // 2)
     size -= size % (8 * MIB)
     if rig.settings.node is not None:
         rig.skip(case, "populating memory", "the daemon of --address may hold warm memory")

@@ -47,7 +47,7 @@ def print_report(out: Console, rows: Sequence[Row]) -> None:
 def targets(rows: Sequence[Row]) -> Table:
     """Return the table of targets."""
     table = Table(title="targets", title_justify="left")
-    for name in ("case", "what", "measured", "target", "met"):
+    for name in ("case", "what", "measured", "target", "met", "note"):
         table.add_column(name, justify="right" if name in ("measured", "target") else "left")
     for row in rows:
         if row.kind is Kind.TARGET:
@@ -58,7 +58,7 @@ def targets(rows: Sequence[Row]) -> Table:
                 f"{_number(row.value)} {row.unit}",
                 f"{row.relation} {_number(row.bound)}",
             )
-            table.add_row(*cells, Text(met, style=_COLOURS[row.met]))
+            table.add_row(*cells, Text(met, style=_COLOURS[row.met]), row.note)
     return table
 
 
