@@ -218,3 +218,25 @@ async def test_a_cancelled_waiter_waits_for_the_end_and_then_passes_it_on() -> N
     with pytest.raises(asyncio.CancelledError):
         await waiter
     assert ended
+
+
+def test_slots_are_punched_in_the_order_in_which_they_were_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+    from typing import Any, cast
+
+    from hoststage.server.store.file import pageio
+
+    calls: list[tuple[int, int]] = []
+
+    def punch(fd: int, offset: int, length: int) -> int:
+        calls.append((offset, length))
+        return 0
+
+    monkeypatch.setattr(pageio, "punch", punch)
+    segment = cast(
+        Any, SimpleNamespace(fd=0, number=1, offset=lambda slot: slot * 10, header=SimpleNamespace(slot_bytes=10))
+    )
+    # Slot 7 held the older version of the page that slot 3 held: it was freed first and must be gone first.
+    report = pageio.punch_slots([(segment, 7), (segment, 3), (segment, 4), (segment, 2)])
+    assert calls == [(70, 10), (30, 20), (20, 10)]
+    assert report.gone == [(segment, 7), (segment, 3), (segment, 4), (segment, 2)]

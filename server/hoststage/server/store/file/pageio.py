@@ -162,7 +162,7 @@ class PunchReport:
 
 
 def punch_slots(slots: Iterable[tuple[Segment, int]]) -> PunchReport:
-    """Give the blocks of slots back to the file system; neighbours in one call.
+    """Give the blocks of slots back to the file system, in the order given; slots that follow each other in one call.
 
     Where the file system cannot punch holes, the trailer alone is overwritten: the old page is gone, the room
     is not.
@@ -205,7 +205,12 @@ def read_trailer(segment: Segment, slot: int) -> bytes:
 
 
 def _runs(slots: Iterable[tuple[Segment, int]]) -> Iterable[tuple[Segment, int, int]]:
-    ordered = sorted(slots, key=lambda item: (item[0].number, item[1]))
+    """Yield slots in the order given, those that follow their neighbour as one run.
+
+    The order is kept: of two versions of a page the older one was freed first, and must be gone first, or a crash between
+    the two would bring it back.
+    """
+    ordered = list(slots)
     start = 0
     for at in range(1, len(ordered) + 1):
         segment, slot = ordered[at - 1]
