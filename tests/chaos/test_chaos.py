@@ -1,6 +1,6 @@
 """Workers and the daemon are killed and stopped at random; every loaded page is checked by its content, and nothing may leak.
 
-`HOSTSTAGE_CHAOS_SECONDS` (75 by default) says for how long; `HOSTSTAGE_CHAOS_SEED` repeats a run's choices.
+`HOSTSTAGE_CHAOS_SECONDS` (150 by default) says for how long; `HOSTSTAGE_CHAOS_SEED` repeats a run's choices.
 """
 
 import json
@@ -19,7 +19,7 @@ from tests.life_support import check_loaded, keys_of, no_new_shared_files, sessi
 
 from hoststage.client import Mode, connect
 
-SECONDS = float(os.environ.get("HOSTSTAGE_CHAOS_SECONDS", "75"))
+SECONDS = float(os.environ.get("HOSTSTAGE_CHAOS_SECONDS", "150"))
 WORKERS = 5
 MODEL = "chaos"
 
