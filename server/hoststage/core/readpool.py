@@ -174,7 +174,7 @@ class ReadPool:
 
     def place_load(self, n: int) -> Slots | None:
         """Take `n` slots that a load will fill, evicting if need be; None where they must wait."""
-        if self.load_held + n > self.load_limit or not self._make_room(n, published_only=False):
+        if self.load_held + n > self.load_limit or not self._make_room(n):
             return None
         slots = self.table.take(n, SlotState.FILLING)
         self.load_held += n
@@ -196,16 +196,16 @@ class ReadPool:
         over = self.published_held + n - self.publish_limit
         if n > self.publish_limit or (over > 0 and not self._evict(over, published_only=True)):
             return None
-        if not self._make_room(n, published_only=False):
+        if not self._make_room(n):
             return None
         slots = self.table.take(n, SlotState.FILLING)
         self.published[slots] = True
         self.published_held += n
         return slots
 
-    def _make_room(self, n: int, *, published_only: bool) -> bool:
+    def _make_room(self, n: int) -> bool:
         short = n - self.table.free
-        return short <= 0 or self._evict(short, published_only=published_only)
+        return short <= 0 or self._evict(short, published_only=False)
 
     def _evict(self, n: int, *, published_only: bool) -> bool:
         """Evict the `n` least recently used pages that may go; False, and nothing is evicted, where there are fewer."""

@@ -6,9 +6,6 @@ done outside. Time comes in as seconds of any monotonic clock. One thread calls 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from hoststage.core.commits import Commit
 from hoststage.core.effects import Outcome, ReserveEnded, ReserveResult
 from hoststage.core.prefix import Present
 from hoststage.core.sessions import SessionCore, SessionState
@@ -100,7 +97,3 @@ class Tier(Writing):
     def open_commits(self) -> int:
         """Commits that are accepted and neither stored nor dropped."""
         return sum(len(s.commits) for s in self.sessions.values())
-
-    def find_commit(self, where: Callable[[Commit], bool]) -> list[Commit]:
-        """Return open commits that match (for operators and tests)."""
-        return [c for s in self.sessions.values() for c in s.commits.values() if where(c)]

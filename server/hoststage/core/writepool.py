@@ -99,8 +99,3 @@ class WritePool:
     def busy(self) -> int:
         """Slots that are committed and not yet free."""
         return self.table.counts[SlotState.COMMITTED] + self.table.counts[SlotState.DRAINING]
-
-
-def empty_slots() -> Slots:
-    """Return an index array of no slots."""
-    return np.empty(0, dtype=np.uint32)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import structlog
@@ -39,12 +38,6 @@ log = structlog.get_logger(__name__)
 InlineReply = Callable[[ops.LoadReady, list[list[memoryview]]], None]
 
 
-@dataclass(slots=True)
-class _InlineLoad:
-    reply: InlineReply
-    key_count: int
-
-
 class Session:
     """Implements `hoststage.server.contract.LiveSession`."""
 
@@ -74,7 +67,7 @@ class Session:
         self._write = write
         self._read = read
         self._reserving: dict[int, Reply] = {}
-        self._inline: dict[int, _InlineLoad] = {}
+        self._inline: dict[int, InlineReply] = {}
 
     # -------------------------------------------------------------- facts
 
@@ -348,16 +341,15 @@ class Session:
     def inline_load(self, op: ops.Load, reply: InlineReply) -> None:
         self._check_active()
         load_id, result = self._begin(op)
-        inline = _InlineLoad(reply, len(op.span))
-        self._inline[load_id] = inline
+        self._inline[load_id] = reply
         if result is not None:
             self.load_result(result)
         self._engine.settle()
 
-    def _inline_group(self, inline: _InlineLoad, message: ops.LoadReady) -> None:
+    def _inline_group(self, inline: InlineReply, message: ops.LoadReady) -> None:
         pages = [[self._read[entry.pool].view(slot) for slot in entry.slots.tolist()] for entry in message.slots]
         try:
-            inline.reply(message, pages)
+            inline(message, pages)
         finally:
             if message.last:
                 self._inline.pop(message.load_id, None)
