@@ -256,7 +256,7 @@ async def test_a_namespace_is_not_reclaimed_from_under_a_session_that_is_being_o
     service._maker.make = slowly
     opening = asyncio.create_task(service.open(SessionRequest(stack(Mode.CACHE)), Inbox()))
     await going_on.wait()
-    assert not await service._reclaim_one("another", 1 << 30) or service._namespaces
+    assert not await service.reclaim_one("another", 1 << 30) or service._namespaces
     wait.set()
     session = await opening
     assert session.core.namespace.name in service._namespaces

@@ -22,7 +22,7 @@ from hoststage.client.errors import (
     SessionLost,
     StackError,
 )
-from hoststage.client.session import DEFAULT_ADDRESS, Session, connect, negotiate
+from hoststage.client.session import DEFAULT_ADDRESS, Budget, Session, connect, negotiate
 from hoststage.client.stack import (
     HitPolicy,
     Identity,
@@ -47,6 +47,7 @@ __all__ = [
     "DEFAULT_ADDRESS",
     "Arena",
     "ArenaKind",
+    "Budget",
     "DaemonUnavailable",
     "DeadlineExceeded",
     "Finding",

@@ -51,7 +51,8 @@ class Pin:
 
 @dataclass(slots=True, eq=False)
 class Arena:
-    """One mapped arena. `page_bytes`: bytes of a page within a slot of `stride` bytes (equal for WHOLE)."""
+    """One mapped arena. `page_bytes`: bytes of a page within a slot of `stride` bytes (equal for WHOLE). `warm`: for WHOLE, whether it was
+    populated before, with the bytes of an earlier lease of the tenant."""
 
     arena_id: int
     kind: ArenaKind
@@ -61,6 +62,7 @@ class Arena:
     page_bytes: int
     pin: Pin
     mapping: Mapping
+    warm: bool = False
 
     def view(self, slot: int) -> memoryview:
         """Return the page in a slot: writable in a write arena, else read-only."""

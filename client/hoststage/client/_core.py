@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
@@ -133,8 +133,12 @@ class Core:
         if link.welcome.session and link.welcome.session != self._previous.session:
             welcome = link.welcome
             self._previous = Previous(welcome.session, welcome.boot_epoch, token=welcome.resume_token)
-        self._kept += link.unmap()
+        self._keep(link.unmap())
         link.close("the connection was replaced")
+
+    def _keep(self, mappings: Sequence[Mapping]) -> None:
+        """Note what could not be unmapped, once: a connection is retired anew at each attempt to replace it."""
+        self._kept += [mapping for mapping in mappings if mapping not in self._kept]
 
     @property
     def retained_bytes(self) -> int:
@@ -188,7 +192,7 @@ class Core:
         held = self._reconnect.acquire(timeout=deadline.left)
         try:
             self._link.flush_released()
-            self._kept += self._link.unmap()
+            self._keep(self._link.unmap())
             if retained := self.retained_bytes:
                 _log.warning(
                     "session %d was closed while views of its pages are alive: %d bytes stay mapped and count against the daemon's budget, "

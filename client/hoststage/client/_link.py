@@ -350,11 +350,23 @@ class Link:
         self.stream.close()
 
     def fetch_whole(self, reply: pb.LeaseArenaReply, deadline: Deadline) -> Arena:
-        """Map an arena that was leased whole."""
-        got = fetch(self.welcome.fd_socket, reply.fd_token, [reply.arena], (), deadline)
+        """Map an arena that was leased whole; one that cannot be mapped goes back."""
+        try:
+            got = fetch(self.welcome.fd_socket, reply.fd_token, [reply.arena], (), deadline)
+        except BaseException:
+            self.return_orphan(reply)
+            raise
         arena = got.whole[reply.arena.arena_id]
+        arena.warm = reply.warm
         self.arenas.add(arena)
         return arena
+
+    def return_orphan(self, reply: object) -> None:
+        """Give back an arena that nobody has mapped: its caller had given up."""
+        if isinstance(reply, pb.ServerMessage):
+            reply = reply.lease_arena_reply
+        if isinstance(reply, pb.LeaseArenaReply):
+            self.post(pb.ClientMessage(return_arena=pb.ReturnArena(arena_id=reply.arena.arena_id)))
 
     def goodbye(self, deadline: Deadline) -> None:
         """Say goodbye, after everything was unmapped."""

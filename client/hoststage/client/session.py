@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 
 import grpc
@@ -104,6 +105,14 @@ def negotiate(address: str | None, stack: StackSpec, *, token: str = "", timeout
             raise error_of_call(error, options.address) from error
     grant = Grant.from_proto(reply.grant) if reply.HasField("grant") else None
     return Verdict(grant, findings_from(reply.findings), reply.protocol)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes that all arenas of the node may take, and those that one lease could have now."""
+
+    budget_bytes: int
+    free_bytes: int
 
 
 class Session:
@@ -317,7 +326,8 @@ class Session:
     def lease_arena(self, name: str, size: int, *, timeout: float | None = None) -> Arena:
         """Lease `size` bytes of contiguous memory whose slots the caller manages itself; `Arena.whole()` is the view of it.
 
-        name: for operators. The lease ends with `return_arena`, or with the connection. shm alone.
+        name: for operators. The lease ends with `return_arena`, or with this process. Where the connection is lost, views stay good and writable, and
+        the daemon that comes next is told of them; `whole()` gives no new ones. `Arena.warm`: whether the memory was populated already. shm alone.
 
         :raises QuotaExceeded, RequestRejected: where the daemon's budget does not allow it.
         """
@@ -326,8 +336,14 @@ class Session:
         if link.lane is None:
             raise StackError("path", "inline", "arenas are leased over shm alone")
         message = pb.LeaseArena(name=name, bytes=size)
-        reply = link.call(pb.ClientMessage(lease_arena=message), pb.LeaseArenaReply, deadline)
+        request = pb.ClientMessage(lease_arena=message)
+        reply = link.call(request, pb.LeaseArenaReply, deadline, orphan=link.return_orphan)
         return link.fetch_whole(reply, deadline)
+
+    def budget(self, *, timeout: float | None = None) -> Budget:
+        """Ask what could be leased now. Advisory: others may be faster."""
+        reply = self._core.call(pb.ClientMessage(budget=pb.Budget()), pb.BudgetReply, self._core.deadline(timeout))
+        return Budget(int(reply.budget_bytes), int(reply.free_bytes))
 
     def return_arena(self, arena: Arena, *, timeout: float | None = None) -> None:
         """Unmap a leased arena and give it back. Raises `StackError` while views of it live."""
@@ -336,7 +352,9 @@ class Session:
                 "arena", arena.arena_id, "drop every view of the arena first; it goes back once they are gone"
             )
         link = self._core.link
-        if link.arenas.whole.pop(arena.arena_id, None) is not None:
+        # After a reconnection the number may be another arena's.
+        if link.arenas.whole.get(arena.arena_id) is arena:
+            del link.arenas.whole[arena.arena_id]
             message = pb.ReturnArena(arena_id=arena.arena_id)
             link.call(pb.ClientMessage(return_arena=message), pb.Done, self._core.deadline(timeout))
 

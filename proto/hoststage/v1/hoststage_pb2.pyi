@@ -187,6 +187,7 @@ class ClientMessage(_message.Message):
     PING_FIELD_NUMBER: _builtins.int
     INLINE_STORE_FIELD_NUMBER: _builtins.int
     INLINE_LOAD_FIELD_NUMBER: _builtins.int
+    BUDGET_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Chosen by the client, unique among its open requests, not 0. The reply carries it back."""
     @_builtins.property
@@ -233,6 +234,8 @@ class ClientMessage(_message.Message):
     def inline_store(self) -> Global___InlineStore: ...
     @_builtins.property
     def inline_load(self) -> Global___InlineLoad: ...
+    @_builtins.property
+    def budget(self) -> Global___Budget: ...
     def __init__(
         self,
         *,
@@ -257,12 +260,13 @@ class ClientMessage(_message.Message):
         ping: Global___Ping | None = ...,
         inline_store: Global___InlineStore | None = ...,
         inline_load: Global___InlineLoad | None = ...,
+        budget: Global___Budget | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "body", b"body", "cancel_load", b"cancel_load", "commit", b"commit", "discard", b"discard", "goodbye", b"goodbye", "hello", b"hello", "hold", b"hold", "import_memory", b"import_memory", "inline_load", b"inline_load", "inline_store", b"inline_store", "lease_arena", b"lease_arena", "load", b"load", "lookup", b"lookup", "ping", b"ping", "release", b"release", "reserve", b"reserve", "restore", b"restore", "return_arena", b"return_arena", "revoke_ack", b"revoke_ack", "seal_hold", b"seal_hold"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "body", b"body", "budget", b"budget", "cancel_load", b"cancel_load", "commit", b"commit", "discard", b"discard", "goodbye", b"goodbye", "hello", b"hello", "hold", b"hold", "import_memory", b"import_memory", "inline_load", b"inline_load", "inline_store", b"inline_store", "lease_arena", b"lease_arena", "load", b"load", "lookup", b"lookup", "ping", b"ping", "release", b"release", "reserve", b"reserve", "restore", b"restore", "return_arena", b"return_arena", "revoke_ack", b"revoke_ack", "seal_hold", b"seal_hold"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "body", b"body", "cancel_load", b"cancel_load", "commit", b"commit", "discard", b"discard", "goodbye", b"goodbye", "hello", b"hello", "hold", b"hold", "import_memory", b"import_memory", "inline_load", b"inline_load", "inline_store", b"inline_store", "lease_arena", b"lease_arena", "load", b"load", "lookup", b"lookup", "ping", b"ping", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "restore", b"restore", "return_arena", b"return_arena", "revoke_ack", b"revoke_ack", "seal_hold", b"seal_hold"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "body", b"body", "budget", b"budget", "cancel_load", b"cancel_load", "commit", b"commit", "discard", b"discard", "goodbye", b"goodbye", "hello", b"hello", "hold", b"hold", "import_memory", b"import_memory", "inline_load", b"inline_load", "inline_store", b"inline_store", "lease_arena", b"lease_arena", "load", b"load", "lookup", b"lookup", "ping", b"ping", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "restore", b"restore", "return_arena", b"return_arena", "revoke_ack", b"revoke_ack", "seal_hold", b"seal_hold"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "reserve", "commit", "abort", "lookup", "load", "cancel_load", "release", "hold", "seal_hold", "restore", "discard", "revoke_ack", "lease_arena", "return_arena", "import_memory", "goodbye", "ping", "inline_store", "inline_load"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "reserve", "commit", "abort", "lookup", "load", "cancel_load", "release", "hold", "seal_hold", "restore", "discard", "revoke_ack", "lease_arena", "return_arena", "import_memory", "goodbye", "ping", "inline_store", "inline_load", "budget"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -290,6 +294,7 @@ class ServerMessage(_message.Message):
     LOAD_READY_FIELD_NUMBER: _builtins.int
     LEASE_REVOKED_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    BUDGET_REPLY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Of the request answered; 0 for a pushed message."""
     @_builtins.property
@@ -334,6 +339,8 @@ class ServerMessage(_message.Message):
     def lease_revoked(self) -> Global___LeaseRevoked: ...
     @_builtins.property
     def draining(self) -> Global___Draining: ...
+    @_builtins.property
+    def budget_reply(self) -> Global___BudgetReply: ...
     def __init__(
         self,
         *,
@@ -355,12 +362,13 @@ class ServerMessage(_message.Message):
         load_ready: Global___LoadReady | None = ...,
         lease_revoked: Global___LeaseRevoked | None = ...,
         draining: Global___Draining | None = ...,
+        budget_reply: Global___BudgetReply | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "commit_reply", b"commit_reply", "done", b"done", "draining", b"draining", "error", b"error", "hold_reply", b"hold_reply", "import_memory_reply", b"import_memory_reply", "inline_pages", b"inline_pages", "lease_arena_reply", b"lease_arena_reply", "lease_revoked", b"lease_revoked", "load_ready", b"load_ready", "load_reply", b"load_reply", "lookup_reply", b"lookup_reply", "pong", b"pong", "reserve_reply", b"reserve_reply", "restore_reply", b"restore_reply", "stored", b"stored", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "budget_reply", b"budget_reply", "commit_reply", b"commit_reply", "done", b"done", "draining", b"draining", "error", b"error", "hold_reply", b"hold_reply", "import_memory_reply", b"import_memory_reply", "inline_pages", b"inline_pages", "lease_arena_reply", b"lease_arena_reply", "lease_revoked", b"lease_revoked", "load_ready", b"load_ready", "load_reply", b"load_reply", "lookup_reply", b"lookup_reply", "pong", b"pong", "reserve_reply", b"reserve_reply", "restore_reply", b"restore_reply", "stored", b"stored", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "commit_reply", b"commit_reply", "done", b"done", "draining", b"draining", "error", b"error", "hold_reply", b"hold_reply", "import_memory_reply", b"import_memory_reply", "inline_pages", b"inline_pages", "lease_arena_reply", b"lease_arena_reply", "lease_revoked", b"lease_revoked", "load_ready", b"load_ready", "load_reply", b"load_reply", "lookup_reply", b"lookup_reply", "pong", b"pong", "request_id", b"request_id", "reserve_reply", b"reserve_reply", "restore_reply", b"restore_reply", "stored", b"stored", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "budget_reply", b"budget_reply", "commit_reply", b"commit_reply", "done", b"done", "draining", b"draining", "error", b"error", "hold_reply", b"hold_reply", "import_memory_reply", b"import_memory_reply", "inline_pages", b"inline_pages", "lease_arena_reply", b"lease_arena_reply", "lease_revoked", b"lease_revoked", "load_ready", b"load_ready", "load_reply", b"load_reply", "lookup_reply", b"lookup_reply", "pong", b"pong", "request_id", b"request_id", "reserve_reply", b"reserve_reply", "restore_reply", b"restore_reply", "stored", b"stored", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "reserve_reply", "commit_reply", "done", "lookup_reply", "load_reply", "hold_reply", "restore_reply", "lease_arena_reply", "import_memory_reply", "pong", "inline_pages", "error", "stored", "load_ready", "lease_revoked", "draining"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "reserve_reply", "commit_reply", "done", "lookup_reply", "load_reply", "hold_reply", "restore_reply", "lease_arena_reply", "import_memory_reply", "pong", "inline_pages", "error", "stored", "load_ready", "lease_revoked", "draining", "budget_reply"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1423,11 +1431,52 @@ class Discard(_message.Message):
 Global___Discard: _TypeAlias = Discard  # noqa: Y015
 
 @_typing.final
-class LeaseArena(_message.Message):
+class Budget(_message.Message):
     """---------------------------------------------------------------- memory beyond the grant
 
-    Lease a contiguous run that the client manages itself.
+    Ask what could be leased now. Advisory: only a lease takes memory, and others may be faster.
     """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Budget: _TypeAlias = Budget  # noqa: Y015
+
+@_typing.final
+class BudgetReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUDGET_BYTES_FIELD_NUMBER: _builtins.int
+    FREE_BYTES_FIELD_NUMBER: _builtins.int
+    budget_bytes: _builtins.int
+    """Most that all arenas of the node may take."""
+    free_bytes: _builtins.int
+    """What one lease could have of it: what nobody holds, and what is kept warm for nobody in particular."""
+    def __init__(
+        self,
+        *,
+        budget_bytes: _builtins.int = ...,
+        free_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "free_bytes", b"free_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BudgetReply: _TypeAlias = BudgetReply  # noqa: Y015
+
+@_typing.final
+class LeaseArena(_message.Message):
+    """Lease a contiguous run that the client manages itself. The daemon never takes it away, nor touches its bytes, while the client lives."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1456,7 +1505,10 @@ class LeaseArenaReply(_message.Message):
 
     ARENA_FIELD_NUMBER: _builtins.int
     FD_TOKEN_FIELD_NUMBER: _builtins.int
+    WARM_FIELD_NUMBER: _builtins.int
     fd_token: _builtins.bytes
+    warm: _builtins.bool
+    """Populated already: an earlier client's of the tenant, with its bytes."""
     @_builtins.property
     def arena(self) -> _stack_pb2.ArenaGrant: ...
     def __init__(
@@ -1464,10 +1516,11 @@ class LeaseArenaReply(_message.Message):
         *,
         arena: _stack_pb2.ArenaGrant | None = ...,
         fd_token: _builtins.bytes = ...,
+        warm: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "fd_token", b"fd_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "fd_token", b"fd_token", "warm", b"warm"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -226,7 +226,7 @@ class Daemon:
             settings.memory.numa == "interleave",
             settings.memory.register_cuda == "auto",
         )
-        pool = ArenaPool(policy, settings.memory.keep_idle)
+        pool = ArenaPool(policy, settings.memory.keep_idle, keep_whole=settings.memory.keep_pools)
         executor = ThreadPoolExecutor(settings.staging.copy_threads + 2, "staging")
         self._stack.callback(executor.shutdown)
         s = settings.staging

@@ -88,6 +88,7 @@ class Memory(Section):
         "never", description="register the daemon's own mapping with CUDA; workers register theirs in any case"
     )
     keep_idle: Size = Field(1 << 30, description="arenas kept warm for restarting workers")
+    keep_pools: bool = Field(True, description="keep engines' host pools, leased whole, warm for their restart")
 
 
 class StoreSection(Section):

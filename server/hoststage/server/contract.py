@@ -94,6 +94,23 @@ class ArenaDescriptor:
 
 
 @dataclass(frozen=True, slots=True)
+class WholeLease:
+    """An arena leased whole. `warm`: it was populated before, and has the bytes of an earlier client of the tenant."""
+
+    arena: ArenaFacts
+    descriptors: list[ArenaDescriptor]
+    warm: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetFacts:
+    """Bytes of the node's budget, and those of them that a lease could have now."""
+
+    budget_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class RevokedLeases:
     """Pushed: the tier wants leases back (see `LeaseRevoked` in the protocol)."""
 
@@ -248,8 +265,12 @@ class LiveSession(Protocol):
     async def restore(self, key: HoldKey) -> RestoredHold: ...
     async def discard(self, key: HoldKey) -> None: ...
 
-    async def lease_arena(self, name: str, size: int) -> tuple[ArenaFacts, list[ArenaDescriptor]]:
+    async def lease_arena(self, name: str, size: int) -> WholeLease:
         """Lease memory that the client manages itself. Raises `RequestError` where the budget does not allow it."""
+        ...
+
+    async def budget(self) -> BudgetFacts:
+        """Return what could be leased now."""
         ...
 
     async def return_arena(self, arena_id: int) -> None: ...

@@ -44,10 +44,12 @@ class MemoryUnavailable(RuntimeError):
 
 
 class ArenaKind(Enum):
-    """`WRITE`: private to one session and writable by it. `READ`: read-only to everyone but the daemon."""
+    """`WRITE`: private to one session and writable by it. `READ`: read-only to everyone but the daemon. `WHOLE`: leased whole to one session,
+    whose engine keeps its own pages in it and may outlive the daemon."""
 
     WRITE = "write"
     READ = "read"
+    WHOLE = "whole"
 
 
 class HugePages(Enum):
@@ -131,13 +133,13 @@ class Arena:
                 f"Set vm.nr_hugepages to at least {-(-size // HUGE_PAGE_BYTES)}, or memory.huge_pages to 'auto'.",
             )
         # Asked before and not found out by populating: over a cgroup's limit, the kernel kills instead of refusing.
-        free = free_bytes() - _HEADROOM
+        free = _free_bytes()
         if size > free:
             raise MemoryUnavailable(
                 size,
-                f"{max(free, 0)} bytes are free within this host's memory and this container's limit",
+                f"{free} bytes are free within this host's memory and this container's limit",
                 "Lower memory.budget, or raise the memory limit of the daemon's container: its arenas are charged to it.",
-                max(free, 0),
+                free,
             )
         return cls._make(name, size, kind, policy, huge=False)
 
@@ -311,8 +313,8 @@ class Arena:
         """Give the memory back. Safe to repeat.
 
         The pages of a write arena go at once, also under the mappings of client processes, which read zeros from then on.
-        Those of a read arena cannot be taken (its seal forbids it) and stay for as long as a client maps them: see
-        `is_open_elsewhere`.
+        Those of a read arena cannot be taken (its seal forbids it), and those of an arena leased whole must not be: an engine that outlives
+        the daemon goes on using them. They stay for as long as a client maps them: see `is_open_elsewhere`.
         """
         if self._closed:
             return
@@ -327,6 +329,15 @@ class Arena:
                 with contextlib.suppress(OSError):
                     libc.punch_hole(chunk.fd, 0, chunk.size)
             os.close(chunk.fd)
+
+
+def obtainable_bytes() -> int:
+    """Return the bytes that a new arena could have on this node now, whatever the budget says."""
+    return max(_free_bytes(), _free_huge_pages() * HUGE_PAGE_BYTES)
+
+
+def _free_bytes() -> int:
+    return max(0, free_bytes() - _HEADROOM)
 
 
 def _lease(fd: int, kind: int) -> bool:

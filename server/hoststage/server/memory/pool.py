@@ -23,15 +23,16 @@ class _Idle:
 
 
 class ArenaPool:
-    """Makes, keeps and closes arenas. `keep_bytes`: how much may be kept warm."""
+    """Makes, keeps and closes arenas. `keep_bytes`: how much may be kept warm; what is leased whole is apart from it, and kept where `keep_whole`."""
 
-    def __init__(self, policy: MemoryPolicy, keep_bytes: int = 1 << 30) -> None:
+    def __init__(self, policy: MemoryPolicy, keep_bytes: int = 1 << 30, *, keep_whole: bool = True) -> None:
         self._policy = policy
         self._keep = keep_bytes
+        self._keep_whole = keep_whole
         self._lock = threading.Lock()
         self._idle: list[_Idle] = []
         self._owner: dict[Arena, str] = {}
-        self._lingering: list[Arena] = []
+        self._lingering: list[_Idle] = []
         self._order = itertools.count()
 
     @property
@@ -41,13 +42,16 @@ class ArenaPool:
             return sum(i.arena.size for i in self._idle)
 
     def lingering_bytes(self) -> int:
-        """Return the bytes of read arenas given back here that former clients still map. Quick: closing is left to a thread."""
+        """Return the bytes of arenas given back here that former clients still map. Quick: closing is left to a thread."""
         with self._lock:
-            gone = [a for a in self._lingering if not a.is_open_elsewhere()]
-            self._lingering = [a for a in self._lingering if a not in gone]
-            left = sum(a.size for a in self._lingering)
-        if gone:
-            threading.Thread(target=_close_all, args=(gone,), name="arena-close").start()
+            gone = [i for i in self._lingering if not i.arena.is_open_elsewhere()]
+            self._lingering = [i for i in self._lingering if i not in gone]
+            left = sum(i.arena.size for i in self._lingering)
+            kept = [i for i in gone if self._keeps(i.arena)]
+            self._idle += kept
+        if len(gone) > len(kept):
+            closing = [i.arena for i in gone if i not in kept]
+            threading.Thread(target=_close_all, args=(closing,), name="arena-close").start()
         return left
 
     def acquire(self, tenant: str, size: int, kind: ArenaKind) -> Arena:
@@ -55,14 +59,22 @@ class ArenaPool:
 
         Raises `MemoryUnavailable`. Blocks for as long as populating takes.
         """
+        arena = self.take_idle(tenant, size, kind)
+        if arena is None:
+            arena = self._make_or_reclaim(size, kind)
+            with self._lock:
+                self._owner[arena] = tenant
+        return arena
+
+    def take_idle(self, tenant: str, size: int, kind: ArenaKind) -> Arena | None:
+        """Return a warm arena of the tenant that fits, None where there is none. Does not block."""
         with self._lock:
             found = self._find(tenant, size, kind)
-            if found is not None:
-                self._idle.remove(found)
-        arena = found.arena if found is not None else self._make_or_reclaim(size, kind)
-        with self._lock:
-            self._owner[arena] = tenant
-        return arena
+            if found is None:
+                return None
+            self._idle.remove(found)
+            self._owner[found.arena] = tenant
+            return found.arena
 
     def _find(self, tenant: str, size: int, kind: ArenaKind) -> _Idle | None:
         fit = [
@@ -96,17 +108,23 @@ class ArenaPool:
     def release(self, arena: Arena) -> None:
         """Take an arena back: keep it warm where that is safe and there is room, else close it."""
         with self._lock:
-            tenant = self._owner.pop(arena)
-            kept = sum(i.arena.size for i in self._idle)
+            item = _Idle(next(self._order), self._owner.pop(arena), arena)
             held = arena.handed_out and arena.is_open_elsewhere()
-            if not held and kept + arena.size <= self._keep:
-                self._idle.append(_Idle(next(self._order), tenant, arena))
+            if not held and self._keeps(arena):
+                self._idle.append(item)
                 return
-            if held and arena.kind is ArenaKind.READ:
+            if held and arena.kind is not ArenaKind.WRITE:
                 # Closing it would free nothing while it is mapped: it still counts, see `lingering_bytes`.
-                self._lingering.append(arena)
+                self._lingering.append(item)
                 return
         arena.close()
+
+    def _keeps(self, arena: Arena) -> bool:
+        """Whether an arena that nobody has any more is kept warm. The host pools of an engine are larger than all else together."""
+        if arena.kind is ArenaKind.WHOLE:
+            return self._keep_whole
+        kept = sum(i.arena.size for i in self._idle if i.arena.kind is not ArenaKind.WHOLE)
+        return kept + arena.size <= self._keep
 
     def reclaim(self, amount: int) -> int:
         """Close idle arenas, the longest idle first, until `amount` bytes are free; return how many bytes were."""
@@ -123,7 +141,7 @@ class ArenaPool:
     def close(self) -> None:
         """Close all arenas that nobody has acquired."""
         with self._lock:
-            arenas = [item.arena for item in self._idle] + self._lingering
+            arenas = [item.arena for item in self._idle + self._lingering]
             self._idle, self._lingering = [], []
         _close_all(arenas)
 

@@ -21,7 +21,7 @@ from hoststage.v1 import hoststage_pb2 as pb
 log = structlog.get_logger(__name__)
 
 _UNANSWERED = frozenset({"release", "revoke_ack"})
-_COLD = frozenset({"hold", "seal_hold", "restore", "discard", "lease_arena", "return_arena"})
+_COLD = frozenset({"hold", "seal_hold", "restore", "discard", "lease_arena", "return_arena", "budget"})
 
 
 def error_message(request_id: int, error: RequestError) -> pb.ServerMessage:
@@ -231,12 +231,17 @@ class Dispatcher:
                 await self._live.discard(_hold_key(message.discard.id))
                 answer.done.SetInParent()
             case "lease_arena":
-                facts, descriptors = await self._live.lease_arena(message.lease_arena.name, message.lease_arena.bytes)
-                answer.lease_arena_reply.arena.CopyFrom(arena_to_proto(facts))
-                answer.lease_arena_reply.fd_token = self._ticket_for(descriptors)
+                lease = await self._live.lease_arena(message.lease_arena.name, message.lease_arena.bytes)
+                answer.lease_arena_reply.arena.CopyFrom(arena_to_proto(lease.arena))
+                answer.lease_arena_reply.fd_token = self._ticket_for(lease.descriptors)
+                answer.lease_arena_reply.warm = lease.warm
             case "return_arena":
                 await self._live.return_arena(message.return_arena.arena_id)
                 answer.done.SetInParent()
+            case "budget":
+                budget = await self._live.budget()
+                answer.budget_reply.budget_bytes = budget.budget_bytes
+                answer.budget_reply.free_bytes = budget.free_bytes
         self._answer(answer)
 
     def _ticket_for(self, descriptors: list[ArenaDescriptor]) -> bytes:

@@ -20,6 +20,11 @@ from hoststage.server.memory.pool import ArenaPool
 _ids = itertools.count(1)
 
 
+def next_arena_id() -> int:
+    """Return a number that no other arena of this daemon has."""
+    return next(_ids)
+
+
 @dataclass(slots=True, eq=False)
 class PoolArena:
     """The slots of one pool in one arena. `arena` is None where the pool has no slots here."""
@@ -84,17 +89,20 @@ class ArenaMaker:
                     arena = await loop.run_in_executor(
                         self._executor, self._pool.acquire, tenant, n * rule.stride, kind
                     )
-                made.append(PoolArena(next(_ids), kind.value, place, n, rule, arena))
+                made.append(PoolArena(next_arena_id(), kind.value, place, n, rule, arena))
         except BaseException:
             await self.release(made)
             raise
         return made
 
-    async def make_whole(self, tenant: str, size: int) -> tuple[int, Arena]:
-        """Return an arena that a client manages itself."""
+    def idle_whole(self, tenant: str, size: int) -> Arena | None:
+        """Return a warm arena for a client that manages it itself, None where there is none."""
+        return self._pool.take_idle(tenant, size, ArenaKind.WHOLE)
+
+    async def make_whole(self, tenant: str, size: int) -> Arena:
+        """Return an arena that a client manages itself. Raises what the memory layer raises."""
         loop = asyncio.get_running_loop()
-        arena = await loop.run_in_executor(self._executor, self._pool.acquire, tenant, size, ArenaKind.WRITE)
-        return next(_ids), arena
+        return await loop.run_in_executor(self._executor, self._pool.acquire, tenant, size, ArenaKind.WHOLE)
 
     async def release(self, arenas: Sequence[PoolArena]) -> None:
         """Give arenas back."""

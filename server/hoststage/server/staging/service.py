@@ -19,27 +19,19 @@ from hoststage.core.commits import DrainPolicy
 from hoststage.core.fences import ProtocolRanges, evaluate
 from hoststage.core.findings import Grant, NodeFacts, Verdict
 from hoststage.core.ledger import Ledger, OverBudget
-from hoststage.core.prefix import PoolRule, Rules, rules_of
+from hoststage.core.prefix import Rules, rules_of
 from hoststage.core.sessions import SessionCore, SessionLimits, SessionState
 from hoststage.core.stack import namespace_of
 from hoststage.core.tier import Tier
 from hoststage.core.writepool import WritePool
-from hoststage.server.contract import (
-    ArenaDescriptor,
-    ArenaFacts,
-    PoolFacts,
-    Port,
-    Refusal,
-    RequestError,
-    SessionRequest,
-    TierFacts,
-)
-from hoststage.server.memory.arena import Arena, ArenaKind
+from hoststage.server.contract import PoolFacts, Port, Refusal, SessionRequest, TierFacts
+from hoststage.server.memory.arena import ArenaKind
 from hoststage.server.memory.pool import ArenaPool
 from hoststage.server.staging.arenas import ArenaMaker, PoolArena
 from hoststage.server.staging.durable import HoldOptions
 from hoststage.server.staging.engine import Engine
 from hoststage.server.staging.holds import Holds
+from hoststage.server.staging.leases import WholeLeases
 from hoststage.server.staging.namespaces import (
     NamespaceMemory,
     adapt,
@@ -86,6 +78,7 @@ class Service:
         self._store = store
         self._maker = ArenaMaker(pool, executor)
         self._arena_pool = pool
+        self.leases = WholeLeases(self, self._maker)
         self._sessions: dict[int, Session] = {}
         self._namespaces: dict[str, NamespaceMemory] = {}
         # A lock lives only as long as someone opens a session of its namespace.
@@ -181,12 +174,17 @@ class Service:
             self.ledger.mark(space.holder, reclaimable=True)
 
     def _replace_previous(self, request: SessionRequest) -> None:
-        """End the session that this client says it has left and unmapped, where it proves that it was its own."""
-        old = self._sessions.get(request.previous_session)
-        if old is None or request.previous_epoch != self.boot_epoch or request.retained_bytes:
-            return
-        if hmac.compare_digest(old.resume_token, request.previous_token):
+        """End the session that this client says it has left and unmapped."""
+        old = self._own_previous(request)
+        if old is not None and not request.retained_bytes:
             self.end(old.session_id, "replaced by its own client, which has unmapped")
+
+    def _own_previous(self, request: SessionRequest) -> Session | None:
+        """Return the session that this client has left, where it is still here and the client proves that it was its own."""
+        old = self._sessions.get(request.previous_session)
+        if old is None or request.previous_epoch != self.boot_epoch:
+            return None
+        return old if hmac.compare_digest(old.resume_token, request.previous_token) else None
 
     async def _take(self, grant: Grant, name: str, holder: str, space_holder: str) -> None:
         """Take the grant from the budget, closing idle namespaces and arenas for it. Raises `OverBudget`."""
@@ -195,9 +193,9 @@ class Service:
             # Others may reclaim the namespace while this one waits for room.
             return grant.session_bytes + (0 if name in self._namespaces else grant.namespace_bytes)
 
-        self._sync_idle_arenas()
-        while need() > self.ledger.free and await self._reclaim_one(name, need() - self.ledger.free):
-            self._sync_idle_arenas()
+        self.sync_idle_arenas()
+        while need() > self.ledger.free and await self.reclaim_one(name, need() - self.ledger.free):
+            self.sync_idle_arenas()
         fresh = name not in self._namespaces
         # No await between the last look and the taking: two clients never get the same bytes.
         self.ledger.take(holder, grant.session_bytes)
@@ -208,7 +206,7 @@ class Service:
                 self.ledger.give(holder)
                 raise
 
-    def _sync_idle_arenas(self) -> None:
+    def sync_idle_arenas(self) -> None:
         """Arenas that are kept warm for reuse count, and are the first to go; what former clients still map counts too."""
         self.ledger.give("idle arenas")
         self.ledger.force("idle arenas", self._arena_pool.idle_bytes)
@@ -216,7 +214,7 @@ class Service:
         self.ledger.give("former clients' mappings")
         self.ledger.force("former clients' mappings", self._arena_pool.lingering_bytes())
 
-    async def _reclaim_one(self, keep: str, amount: int) -> bool:
+    async def reclaim_one(self, keep: str, amount: int) -> bool:
         """Give up idle memory: warm arenas first, then the longest unused namespace. False where there is none."""
         if self._arena_pool.idle_bytes and await self._maker.reclaim(amount):
             return True
@@ -292,7 +290,9 @@ class Service:
         self._sessions[session_id] = session
         self.engine.listeners[session_id] = session
         self.engine.write_arenas[session_id] = write
-        self.ledger.force(f"memory retained by session {session_id}'s client", request.retained_bytes)
+        if self._own_previous(request) is None:
+            # What a session of this daemon left mapped is on that session's account until its client is gone.
+            self.ledger.force(f"memory retained by session {session_id}'s client", request.retained_bytes)
         log.info(
             "session.opened",
             session=session_id,
@@ -335,57 +335,12 @@ class Service:
         if space is not None and not space.core.sessions:
             space.used_at = self.engine.now()
             self.ledger.mark(space.holder, reclaimable=True)
-        whole = [a for a in session.whole.values() if isinstance(a, Arena)]
-        session.whole.clear()
-        self.engine.spawn(self._give_back(arenas, whole))
+        self.leases.session_over(session_id)
+        self.engine.spawn(self._give_back(arenas))
 
-    async def _give_back(self, arenas: list[PoolArena], whole: list[Arena]) -> None:
+    async def _give_back(self, arenas: list[PoolArena]) -> None:
         await self._maker.release(arenas)
-        await self._maker.release_raw(whole)
-        self._sync_idle_arenas()
-
-    # -------------------------------------------------------------- whole-arena leases
-
-    async def lease_arena(self, session: Session, name: str, size: int) -> tuple[ArenaFacts, list[ArenaDescriptor]]:
-        """Lease memory that a client manages itself. Raises `RequestError`."""
-        if size < 1:
-            raise RequestError("BUDGET", f"bytes is {size}, must be at least 1", field="bytes")
-        session_id = session.session_id
-        self._sync_idle_arenas()
-        while size > self.ledger.free and await self._reclaim_one(session.core.namespace.name, size):
-            self._sync_idle_arenas()
-        holder = f"session {session_id} arena {name or 'unnamed'}"
-        try:
-            self.ledger.take(holder, size)
-        except OverBudget as error:
-            raise RequestError(
-                "BUDGET",
-                f"{size} bytes wanted, {error.free} of {error.budget} are free",
-                code="RESOURCE_EXHAUSTED",
-                field="bytes",
-                remedy="ask for less, or raise memory.budget of the daemon",
-            ) from error
-        try:
-            arena_id, arena = await self._maker.make_whole(session.request.stack.identity.tenant, size)
-        except BaseException:
-            self.ledger.give(holder, size)
-            raise
-        session.whole[arena_id] = arena
-        rule = PoolRule(name, session.core.namespace.rules.pools[0].policy, 0, 1, -1, size, size)
-        made = PoolArena(arena_id, "whole", 0, 1, rule, arena)
-        return made.facts(), made.descriptors()
-
-    async def return_arena(self, session: Session, arena_id: int) -> None:
-        """Take back what `lease_arena` gave. Raises `RequestError`."""
-        arena = session.whole.pop(arena_id, None)
-        if not isinstance(arena, Arena):
-            raise RequestError("ARENA", f"arena {arena_id} is not leased by this session", field="arena_id")
-        for holder in self.ledger.holders():
-            if holder.name.startswith(f"session {session.session_id} arena ") and holder.bytes >= arena.size:
-                self.ledger.give(holder.name, arena.size)
-                break
-        await self._maker.release_raw([arena])
-        self._sync_idle_arenas()
+        self.sync_idle_arenas()
 
     # -------------------------------------------------------------- operators
 
@@ -440,9 +395,10 @@ class Service:
 
     def _pool_facts(self) -> list[PoolFacts]:
         read = [f for name, space in self._namespaces.items() for f in read_pool_facts(name, space)]
-        return read + [
+        write = [
             f for s in self._sessions.values() for f in write_pool_facts(s, self.engine.write_arenas[s.session_id])
         ]
+        return read + write + self.leases.facts()
 
     async def close(self) -> None:
         for session_id in list(self._sessions):

@@ -17,6 +17,7 @@ from hoststage.core.slots import SlotError
 from hoststage.server.contract import (
     ArenaDescriptor,
     ArenaFacts,
+    BudgetFacts,
     HoldKey,
     Port,
     Reply,
@@ -24,6 +25,7 @@ from hoststage.server.contract import (
     RestoredHold,
     RevokedLeases,
     SessionRequest,
+    WholeLease,
 )
 from hoststage.server.staging.arenas import PoolArena
 from hoststage.server.staging.wire_spans import keys_of, parts_of, pool_slots, ranges, reserve_reply
@@ -57,7 +59,6 @@ class Session:
         self.request = request
         self.opened_at = opened_at
         self.resume_token = secrets.token_bytes(16)
-        self.whole: dict[int, object] = {}
         self._grant = verdict.grant
         self._verdict = verdict
         self._service = service
@@ -444,12 +445,16 @@ class Session:
         self._check_active()
         await self._service.holds.discard(self.core, key, self._grant)
 
-    async def lease_arena(self, name: str, size: int) -> tuple[ArenaFacts, list[ArenaDescriptor]]:
+    async def lease_arena(self, name: str, size: int) -> WholeLease:
         self._check_active()
-        return await self._service.lease_arena(self, name, size)
+        return await self._service.leases.lease(self, name, size)
 
     async def return_arena(self, arena_id: int) -> None:
-        await self._service.return_arena(self, arena_id)
+        await self._service.leases.give_back(self, arena_id)
+
+    async def budget(self) -> BudgetFacts:
+        self._check_active()
+        return await self._service.leases.budget()
 
 
 def _all_there(rules: Rules, present: Sequence[Sequence[bytes | None]]) -> bool:

@@ -35,6 +35,7 @@ _COUNTERS = {
     "hold_restore": ("hoststage_hold_restores", "Restores of holds by outcome", "outcome"),
     "hold_ended": ("hoststage_holds_ended", "Holds by how they ended", "reason"),
     "revocations": ("hoststage_revocations", "Loads that clients were asked to give up because others waited", ""),
+    "arena_lease": ("hoststage_arena_leases", "Arenas leased whole by whether they were populated before", "memory"),
     "evictions": ("hoststage_evicted_pages", "Resident pages evicted", ""),
 }
 _STORE_COUNTERS = (
