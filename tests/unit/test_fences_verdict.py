@@ -256,7 +256,10 @@ def test_the_path_is_the_clients_first_that_the_daemon_offers() -> None:
     paths = (PayloadPath.IMPORTED, PayloadPath.INLINE, PayloadPath.SHM)
     verdict = evaluate(stack(KV, paths=paths), node())
     assert verdict.grant is not None
-    assert verdict.grant.path is PayloadPath.INLINE
+    assert verdict.grant.path is PayloadPath.IMPORTED
+    without = evaluate(stack(KV, paths=paths), node(paths=(PayloadPath.SHM, PayloadPath.INLINE)))
+    assert without.grant is not None
+    assert without.grant.path is PayloadPath.INLINE
 
 
 def test_the_grant_names_the_namespace_of_the_stack() -> None:

@@ -6,6 +6,7 @@ the caller hands in tensors.
 
 from hoststage.client._arenas import Arena, ArenaKind, Pin, PinLevel
 from hoststage.client._holds import HoldBatch, RestoredHold
+from hoststage.client._imported import Imported, ImportedPages
 from hoststage.client._load import Loaded, LoadGroup, LoadStream, Match
 from hoststage.client._pages import ScatteredPages
 from hoststage.client._store import StoreResult, StoreTicket, WriteBatch
@@ -57,6 +58,8 @@ __all__ = [
     "HoldBatch",
     "HostStageError",
     "Identity",
+    "Imported",
+    "ImportedPages",
     "KvLayout",
     "LoadGroup",
     "LoadStream",

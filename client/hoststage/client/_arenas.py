@@ -166,7 +166,7 @@ def _descriptors(path: str, token: bytes, deadline: Deadline) -> dict[int, dict[
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(max(0.001, deadline.left))
             sock.connect(path)
-            _ask(sock, token)
+            _ask(sock, token, fdsocket.Kind.ARENAS, ())
             last = False
             while not last:
                 sock.settimeout(max(0.001, deadline.left))
@@ -182,14 +182,25 @@ def _descriptors(path: str, token: bytes, deadline: Deadline) -> dict[int, dict[
     return chunks
 
 
-def _ask(sock: socket.socket, token: bytes) -> None:
+def present(
+    sock: socket.socket, token: bytes, deadline: Deadline, *, kind: fdsocket.Kind, fds: Sequence[int]
+) -> fdsocket.Reply:
+    """Hand descriptors over with a token and return the reply, which must come without any. Raises what the socket raises, and `PacketError`."""
+    _ask(sock, token, kind, fds)
+    sock.settimeout(max(0.001, deadline.left))
+    packet, got = recv_fds(sock, fdsocket.MAX_PACKET_BYTES, fdsocket.MAX_DESCRIPTORS)
+    close_all(got)
+    return fdsocket.decode_reply(packet)
+
+
+def _ask(sock: socket.socket, token: bytes, kind: fdsocket.Kind, fds: Sequence[int]) -> None:
     own: int | None = None
     with suppress(OSError):
         # For daemons on kernels that cannot tell them who connected.
         own = peer.pidfd_of_self()
     try:
-        packet = fdsocket.encode_request(fdsocket.Kind.ARENAS, token, has_pidfd=own is not None)
-        send_fds(sock, packet, [] if own is None else [own])
+        packet = fdsocket.encode_request(kind, token, has_pidfd=own is not None)
+        send_fds(sock, packet, list(fds) if own is None else [own, *fds])
     finally:
         if own is not None:
             os.close(own)

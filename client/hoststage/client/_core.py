@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from hoststage.client._link import Link, Options, Previous
 from hoststage.client._wire import Deadline, Message, Request
@@ -42,6 +42,12 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
+class Closable(Protocol):
+    """What ends with the session."""
+
+    def close(self, timeout: float | None = None) -> None: ...
+
+
 class Core:
     """A session over any number of connections, one at a time."""
 
@@ -54,6 +60,7 @@ class Core:
         self._reconnect = threading.Lock()
         self._previous = Previous()
         self._kept: list[Mapping] = []
+        self.imports: set[Closable] = set()
         self._failure: HostStageError | None = None
         self._backoff = _BACKOFF_FIRST
         self._not_before = 0.0
@@ -187,8 +194,10 @@ class Core:
             raise ForkedSession
         if self._closed:
             return
-        self._closed = True
         deadline = Deadline(timeout)
+        for imported in list(self.imports):
+            imported.close(deadline.left / 2)
+        self._closed = True
         held = self._reconnect.acquire(timeout=deadline.left)
         try:
             self._link.flush_released()

@@ -152,8 +152,8 @@ def restore(core: Core, name: pb.HoldId, deadline: Deadline) -> RestoredHold:
 
 def _shared(core: Core, deadline: Deadline) -> Link:
     link = core.ready(deadline)
-    if link.lane is None:
+    if not link.maps:
         raise StackError(
-            "path", "inline", "holds live in shared memory: connect over the shm path, or keep CPU tensors"
+            "path", link.grant.path.value, "holds live in shared memory: connect over the shm path, or keep CPU tensors"
         )
     return link

@@ -34,12 +34,13 @@ def inline_store(
             waiter,
             deadline,
             lambda request: link.commits.__setitem__(request, part),
+            link.stream,
         )
         for message in messages:
             if waiter.done:
                 break  # refused before it was whole
-            link.send_part(pb.ClientMessage(inline_store=message), waiter, deadline)
-        reply = link.expect(link.finish(waiter, deadline, "inline store"), ops.CommitReply)
+            link.stream.send(pb.ClientMessage(inline_store=message), waiter.request_id, deadline)
+        reply = link.expect(link.finish(waiter, deadline, "inline store", link.stream), ops.CommitReply)
     except HostStageError as error:
         part.lose(error)
         raise

@@ -24,7 +24,7 @@ from hoststage.v1 import hoststage_pb2 as pb
 from hoststage.v1 import ops
 from hoststage.v1.convert import slots_from_proto, slots_to_proto
 
-FEATURES = ("lane", "inline", "pins", "holds", "whole_arenas", "credits")
+FEATURES = ("lane", "inline", "imported", "pins", "holds", "whole_arenas", "credits")
 _UNANSWERED = ("release", "revoke_ack")
 _M = TypeVar("_M")
 
@@ -61,14 +61,14 @@ class Options:
         )
 
     def _reachable(self) -> StackSpec:
-        """The stack with the paths that the address allows: no memory is shared over TCP, and `imported` is not spoken here."""
+        """The stack with the paths that the address allows: no memory is shared over TCP."""
         local = self.address.startswith("unix:")
-        paths = tuple(p for p in self.stack.paths if p is PayloadPath.INLINE or (p is PayloadPath.SHM and local))
+        paths = tuple(p for p in self.stack.paths if p is PayloadPath.INLINE or local)
         if not paths:
             raise StackError(
                 "paths",
                 [p.value for p in self.stack.paths],
-                f"this client can use {'shm and inline' if local else 'inline alone'} at {self.address}",
+                f"this client can use inline alone at {self.address}",
             )
         return replace(self.stack, paths=paths)
 
@@ -133,7 +133,7 @@ class Link:
             link.welcome = welcome = link.stream.handshake(hello, deadline)
             link.grant = Grant.from_proto(welcome.grant)
             link.findings = findings_from(welcome.findings)
-            if link.grant.path is PayloadPath.SHM:
+            if link.grant.path is not PayloadPath.INLINE:
                 link._attach(welcome, deadline)
             link._ask_credits(deadline)
         except BaseException:
@@ -150,13 +150,14 @@ class Link:
         sizes = [pool.page_bytes for pool in self.options.stack.pools]
         if welcome.arenas:
             self.arenas = fetch(welcome.fd_socket, welcome.fd_token, welcome.arenas, sizes, deadline)
-        self.registration = cuda.register_arenas(list(self.arenas), self.options.register)
+        if self.maps:
+            self.registration = cuda.register_arenas(list(self.arenas), self.options.register)
         limit = welcome.limits.max_message_bytes or 64 << 20
         self.lane = Lane.attach(welcome.lane_socket, welcome.session, welcome.lane_token, self.router, limit, deadline)
 
     def _ask_credits(self, deadline: Deadline) -> None:
         most = min(self.options.credits, self.welcome.limits.max_credits)
-        if most <= 0 or self.lane is None:
+        if most <= 0 or not self.maps:
             return
         granted = {g.pool: g.write_slots // 2 for g in self.grant.pools}
         self.credits = Credits([min(most, granted.get(pool.name, 0)) for pool in self.options.stack.pools])
@@ -185,6 +186,11 @@ class Link:
     # -------------------------------------------------------------- facts
 
     @property
+    def maps(self) -> bool:
+        """Whether the daemon's arenas are mapped here. Where they are not, pages travel in messages, or lie in imported memory."""
+        return self.grant.path is PayloadPath.SHM
+
+    @property
     def transport(self) -> Transport:
         return self.stream if self.lane is None else self.lane
 
@@ -201,26 +207,27 @@ class Link:
     # -------------------------------------------------------------- requests
 
     def start(
-        self, message: Request, waiter: Waiter, deadline: Deadline, then: Callable[[int], None] | None = None
+        self,
+        message: Request,
+        waiter: Waiter,
+        deadline: Deadline,
+        then: Callable[[int], None] | None = None,
+        over: Transport | None = None,
     ) -> None:
-        """Send a request that the waiter awaits. `then` learns the request id before anything is sent."""
+        """Send a request that the waiter awaits. `then` learns the request id before anything is sent. over: by default the lane, if there is one."""
         request_id = self.router.register(waiter)
         if then is not None:
             then(request_id)
         try:
-            self.transport.send(message, request_id, deadline)
+            (over or self.transport).send(message, request_id, deadline)
         except BaseException:
             self.router.drop(waiter)
             raise
 
-    def send_part(self, message: Request, waiter: Waiter, deadline: Deadline) -> None:
-        """Send a further part of a request that was started."""
-        self.transport.send(message, waiter.request_id, deadline)
-
-    def finish(self, waiter: Waiter, deadline: Deadline, what: str) -> object:
+    def finish(self, waiter: Waiter, deadline: Deadline, what: str, over: Transport | None = None) -> object:
         """Wait for the answer and return it. Raises what the daemon answered, or `DeadlineExceeded`."""
         try:
-            ended = self.transport.wait(waiter, deadline)
+            ended = (over or self.transport).wait(waiter, deadline)
         except BaseException:
             # Interrupted: what the answer grants, now or later, has no owner any more.
             if not waiter.abandon() and waiter.result is not None and waiter.orphan is not None:

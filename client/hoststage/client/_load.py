@@ -17,6 +17,7 @@ from hoststage.client._wire import SHARE_OF_DEADLINE, Deadline, Message, Waiter
 from hoststage.client.errors import DeadlineExceeded, SessionLost, StackError
 from hoststage.v1 import convert, ops
 from hoststage.v1 import hoststage_pb2 as pb
+from hoststage.v1.imported import ImportedLoadReply
 from hoststage.v1.ops import Outcome
 
 
@@ -107,6 +108,13 @@ class Loaded:
                     loaded._first.setdefault(names[pool], place)
                     page = memoryview(answers.pages[pool, place]).toreadonly()
                     loaded._pages.setdefault(names[pool], []).append(page)
+        return loaded
+
+    @classmethod
+    def of_places(cls, names: Sequence[str], reply: ImportedLoadReply) -> Loaded:
+        """Tell of pages that the daemon has written to the caller's memory."""
+        loaded = cls(names, reply.prefix, reply.outcome, reply.detail)
+        loaded._first = {names[r.pool]: r.first for r in reply.ranges}
         return loaded
 
     def __bool__(self) -> bool:
@@ -218,7 +226,7 @@ def load(core: Core, request: LoadRequest, into: Mapping[str, Rows] | None, dead
     targets = _targets(core, into)
     link = core.ready(deadline)
     names = [pool.name for pool in core.options.stack.pools]
-    if link.lane is None:
+    if not link.maps:
         return _load_inline(core, link, request, targets, deadline, names)
     op = start_load(link, request, deadline)
     try:
@@ -276,8 +284,8 @@ def _load_inline(
     wire = convert.to_proto(request.message(link, deadline), 0)
     assert isinstance(wire, pb.ClientMessage)
     answers = InlineLoading([pool.page_bytes for pool in core.options.stack.pools])
-    link.start(pb.ClientMessage(inline_load=pb.InlineLoad(load=wire.load)), answers, deadline)
-    link.finish(answers, deadline, "inline load")
+    link.start(pb.ClientMessage(inline_load=pb.InlineLoad(load=wire.load)), answers, deadline, over=link.stream)
+    link.finish(answers, deadline, "inline load", link.stream)
     loaded = Loaded.of_bytes(names, answers)
     if loaded and targets:
         _check_rows(names, targets, {pool: len(loaded.pages(names[pool])) for pool in targets})

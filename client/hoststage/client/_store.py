@@ -211,10 +211,12 @@ def store(
     link = core.ready(deadline)
     ticket = StoreTicket(link)
     try:
-        for piece in split(len(run), ranges, _room(link, ranges), _most_keys(link, run, ranges)):
+        for piece in split(
+            len(run), ranges, room_of(link, ranges, by_message=not link.maps), _most_keys(link, run, ranges)
+        ):
             before = run.cut(piece.start - 1, piece.start) if piece.start and parent else parent
             span = ops.Span(run.cut(piece.start, piece.end), run.key_bytes, tuple(p.range for p in piece.parts), before)
-            if link.lane is None:
+            if not link.maps:
                 going_on = inline_store(link, ticket._begin(), span, piece, rows, deadline)
             else:
                 going_on = _store_piece(link, ticket._begin(), span, piece, rows, deadline)
@@ -226,11 +228,11 @@ def store(
     return ticket
 
 
-def _room(link: Link, ranges: Sequence[PoolRange]) -> list[int]:
-    """Pages of each range's pool that one commit may have."""
+def room_of(link: Link, ranges: Sequence[PoolRange], *, by_message: bool) -> list[int]:
+    """Return the pages of each range's pool that one commit may have. `by_message`: whether their bytes travel in messages."""
     slots = {link.options.stack.index_of(g.pool): g.write_slots for g in link.grant.pools}
     room = [max(1, int(slots.get(r.pool, 1))) for r in ranges]
-    if link.lane is None:
+    if by_message:
         # The daemon holds the bytes of a whole commit until it is complete.
         sizes = [link.options.stack.pools[r.pool].page_bytes for r in ranges]
         room = [max(1, min(n, _INLINE_COMMIT_BYTES // size)) for n, size in zip(room, sizes, strict=True)]
@@ -386,8 +388,8 @@ def reserve(
     run = pack_keys(keys)
     ranges = ranges_of(core, len(run), counts, first)
     link = core.ready(deadline)
-    if link.lane is None:
-        raise StackError("path", "inline", "pages can be written in place over shm alone; use store()")
+    if not link.maps:
+        raise StackError("path", link.grant.path.value, "pages can be written in place over shm alone; use store()")
     span = ops.Span(run.packed, run.key_bytes, tuple(ranges), parent)
     request = ops.Reserve(span, int(min(wait, deadline.left) * 1000))
     reply = link.call(request, ops.ReserveReply, deadline, link.abort_orphan)

@@ -7,7 +7,7 @@ connection is read by the housekeeper all the time here, so that what the daemon
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from hoststage.client import session as sync
 from hoststage.client._holds import HoldBatch, RestoredHold
+from hoststage.client._imported import Imported
 from hoststage.client._load import Loaded, LoadGroup, Match
 from hoststage.client._pages import Keys, Rows
 from hoststage.client._store import StoreResult, WriteBatch
@@ -218,6 +219,17 @@ class Session:
     async def discard(self, owner_token: bytes, request: str, attempt: int, *, timeout: float | None = None) -> None:
         """Free a hold."""
         await self._run(self.session.discard, owner_token, request, attempt, timeout=timeout)
+
+    async def import_memory(
+        self,
+        fds: int | Sequence[int],
+        sizes: Sequence[int] | None = None,
+        *,
+        name: str = "",
+        timeout: float | None = None,
+    ) -> Imported:
+        """Give the daemon memory of this process's own; its `ImportedPages` are stored and loaded like any others."""
+        return await self._run(self.session.import_memory, fds, sizes, name=name, timeout=timeout)
 
     async def ping(self, payload: bytes = b"", *, timeout: float | None = None) -> bytes:
         """Send a payload round trip."""

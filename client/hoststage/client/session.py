@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
 import grpc
 
-from hoststage.client import _holds, _load, _store, cuda
+from hoststage.client import _holds, _imported, _load, _store, cuda
 from hoststage.client._arenas import Arena
 from hoststage.client._core import Core
 from hoststage.client._holds import HoldBatch, RestoredHold
+from hoststage.client._imported import Imported
 from hoststage.client._link import Options, Previous
 from hoststage.client._load import Loaded, LoadStream, Match
 from hoststage.client._pages import Keys, Rows
@@ -205,7 +206,7 @@ class Session:
 
         keys: content-chained keys of one length, in order: a list, or one bytes object with keys of 32 bytes. pages: per pool, a list
         of buffers of one page each, or a C-contiguous array or tensor whose first axis is the page (numpy or torch, on the host or a
-        device), or `ScatteredPages`. They belong to the last keys of the run, unless `first[pool]` gives the place of the first one. parent: key of the page
+        device), `ScatteredPages` or `ImportedPages`. They belong to the last keys of the run, unless `first[pool]` gives the place of the first one. parent: key of the page
         before the run; the daemon then refuses a run whose parent it neither has nor is getting.
 
         A run larger than the write arena goes in several commits, each waiting for room; the ticket covers all of them. The caller's memory may be
@@ -214,7 +215,8 @@ class Session:
         :raises StackError: for keys or pages out of form. :raises DeadlineExceeded: where an answer does not come in time.
         :raises SessionLost, DaemonUnavailable: where the daemon is away. :raises RequestRejected: what the daemon takes exception to.
         """
-        return _store.store(self._core, keys, pages, first, parent, self._core.deadline(timeout))
+        how = _imported.store if _imported.given(pages) else _store.store
+        return how(self._core, keys, pages, first, parent, self._core.deadline(timeout))
 
     def reserve(
         self,
@@ -255,7 +257,8 @@ class Session:
     ) -> Loaded:
         """Load the pages of the first `prefix` keys (all of them by default); a miss is falsy, not an error.
 
-        into: per pool, memory to copy to, as in `store`: row `i` takes the page at `Loaded.first(pool) + i`. Without it the pages are read-only
+        into: per pool, memory to copy to, as in `store`; into `ImportedPages` the daemon writes itself, and where the call fails, what they have is
+        undefined. Row `i` takes the page at `Loaded.first(pool) + i`. Without it the pages are read-only
         views of shared memory, to be released. ranges: per pool, `(first, count)` of the pages wanted, where not each pool's hit policy decides.
         accept_shorter: a shorter restorable prefix will do; `Loaded.prefix` says what came.
 
@@ -263,7 +266,10 @@ class Session:
         :raises SessionLost, DaemonUnavailable: where the daemon is away. :raises QuotaExceeded, RequestRejected: what it takes exception to.
         """
         request = _load.load_request(self._core, keys, prefix, pin, ranges, accept_shorter)
-        return _load.load(self._core, request, into, self._core.deadline(timeout))
+        deadline = self._core.deadline(timeout)
+        if into and _imported.given(into):
+            return _imported.load(self._core, request, into, deadline)
+        return _load.load(self._core, request, into, deadline)
 
     def load_groups(
         self,
@@ -279,8 +285,8 @@ class Session:
         request = _load.load_request(self._core, keys, prefix, pin, ranges, accept_shorter)
         deadline = self._core.deadline(timeout)
         link = self._core.ready(deadline)
-        if link.lane is None:
-            raise StackError("path", "inline", "groups come over shm alone; use load()")
+        if not link.maps:
+            raise StackError("path", link.grant.path.value, "groups come over shm alone; use load()")
         names = [pool.name for pool in self.stack.pools]
         return LoadStream(_load.start_load(link, request, deadline), names, deadline)
 
@@ -322,6 +328,25 @@ class Session:
         self._core.call(pb.ClientMessage(discard=message), pb.Done, self._core.deadline(timeout))
 
     # -------------------------------------------------------------- memory beyond the grant
+
+    def import_memory(
+        self,
+        fds: int | Sequence[int],
+        sizes: Sequence[int] | None = None,
+        *,
+        name: str = "",
+        timeout: float | None = None,
+    ) -> Imported:
+        """Give the daemon memory of this process's own, whose pages it then reads and writes itself: see `ImportedPages`.
+
+        fds: one or several memfds, or files of a tmpfs, open for reading and writing, with memory behind every page; they are duplicated. sizes: bytes of
+        each, by default all. The session must have been granted the path `imported`. A reconnection imports it anew.
+
+        A memfd that is made smaller later costs this session alone a `RequestRejected` (`IMPORT_TRUNCATED`), or a miss.
+
+        :raises StackError: for another path. :raises RequestRejected: for a descriptor that the daemon does not take.
+        """
+        return _imported.import_memory(self._core, fds, sizes, name, self._core.deadline(timeout))
 
     def lease_arena(self, name: str, size: int, *, timeout: float | None = None) -> Arena:
         """Lease `size` bytes of contiguous memory whose slots the caller manages itself; `Arena.whole()` is the view of it.

@@ -93,6 +93,9 @@ memmove = _bind("memmove", None, _ptr, _ptr, _size)
 
 _process_vm_readv = _bind("process_vm_readv", ctypes.c_ssize_t, _int, _ptr, _ulong, _ptr, _ulong, _ulong)
 _memset = _bind("memset", _ptr, _ptr, _int, _size)
+_preadv = _bind("preadv64" if hasattr(_libc, "preadv64") else "preadv", ctypes.c_ssize_t, _int, _ptr, _int, _off)
+_pwritev = _bind("pwritev64" if hasattr(_libc, "pwritev64") else "pwritev", ctypes.c_ssize_t, _int, _ptr, _int, _off)
+_fstatfs = _bind("fstatfs64" if hasattr(_libc, "fstatfs64") else "fstatfs", _int, _int, _ptr)
 
 
 def _fail(call: str, detail: str) -> OSError:
@@ -158,6 +161,31 @@ def gather_scatter(local_iovecs: int, remote_iovecs: int, count: int) -> int:
     if done < 0:
         raise _fail("process_vm_readv", f"count={count}")
     return done
+
+
+def preadv(fd: int, iovecs: int, count: int, offset: int) -> int:
+    """Reads a file from ``offset`` on into ``count`` (at most 1024) vectors of 64-bit address and length; returns the bytes read."""
+    while (done := int(_preadv(fd, iovecs, count, offset))) < 0:
+        if ctypes.get_errno() != errno.EINTR:
+            raise _fail("preadv", f"fd={fd}, offset={offset}, count={count}")
+    return done
+
+
+def pwritev(fd: int, iovecs: int, count: int, offset: int) -> int:
+    """Writes ``count`` (at most 1024) vectors of 64-bit address and length to a file from ``offset`` on; returns the bytes written."""
+    while (done := int(_pwritev(fd, iovecs, count, offset))) < 0:
+        if ctypes.get_errno() != errno.EINTR:
+            raise _fail("pwritev", f"fd={fd}, offset={offset}, count={count}")
+    return done
+
+
+def filesystem_magic(fd: int) -> int:
+    """Returns the ``f_type`` of ``fstatfs(2)``: which kind of file system an open file lies on."""
+    # The first word of the structure; 256 bytes are more than it has on any Linux.
+    answer = (ctypes.c_ulong * 32)()
+    if _fstatfs(fd, ctypes.addressof(answer)) != 0:
+        raise _fail("fstatfs", f"fd={fd}")
+    return int(answer[0]) & 0xFFFFFFFF
 
 
 class NumaPolicy(IntEnum):

@@ -83,8 +83,13 @@ def _load_to(m: ops.Load) -> pb.Load:
     )
 
 
+def load_to_proto(m: ops.Load) -> pb.Load:
+    """Return the protobuf form of a load."""
+    return _load_to(m)
+
+
 def load_from_proto(m: pb.Load) -> ops.Load:
-    """Return a load from its protobuf form (also carried inside InlineLoad)."""
+    """Return a load from its protobuf form (also carried inside InlineLoad and ImportedLoad)."""
     return ops.Load(_span_from(m.span), m.prefix, m.pin, m.deadline_ms, m.accept_shorter)
 
 
@@ -170,6 +175,11 @@ _FROM: dict[str, Callable[[Any], ops.HotMessage]] = {
 }
 
 _REQUESTS = (ops.Reserve, ops.Commit, ops.Lookup, ops.Load, ops.Release)
+
+
+def span_to_proto(span: ops.Span) -> pb.Span:
+    """Return the protobuf form of a span."""
+    return _span_to(span)
 
 
 def span_from_proto(m: pb.Span) -> ops.Span:

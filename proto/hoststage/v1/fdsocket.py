@@ -3,7 +3,7 @@
 The socket is a stream; `hoststage.shm.fdpass` frames a packet together with its descriptors. The client sends one request packet: magic,
 version, kind and the 16-byte token of the handshake. With it comes its own pidfd where it has one (for daemons on kernels without
 `SO_PEERPIDFD`), and for `IMPORT` its memfds after that. The daemon answers with one packet: one `Described` record a descriptor, in order, or a
-refusal with text.
+refusal with text; what is wrong with memfds is told as a serialized `google.rpc.Status`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ _VERSION = 1
 _REQUEST = struct.Struct(f"<4sBBBB{TOKEN_BYTES}s")
 _REPLY = struct.Struct("<BBH")
 _RECORD = struct.Struct("<QIQ")
+_STATUS = 2
 
 
 class Kind(IntEnum):
@@ -56,11 +57,12 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """`refusal` is empty where the request was granted."""
+    """`refusal` is empty where the request was granted. `status`: the refusal as a serialized `google.rpc.Status`, where there is one."""
 
     records: tuple[Described, ...]
     last: bool
     refusal: str = ""
+    status: bytes = b""
 
 
 def encode_request(kind: Kind, token: bytes, *, has_pidfd: bool) -> bytes:
@@ -92,12 +94,19 @@ def encode_refusal(text: str) -> bytes:
     return _REPLY.pack(1, True, 0) + text.encode()
 
 
+def encode_status(status: bytes, /) -> bytes:
+    """Return a refusal packet that holds a serialized `google.rpc.Status`."""
+    return _REPLY.pack(_STATUS, True, 0) + status
+
+
 def decode_reply(packet: bytes) -> Reply:
     """Return the reply in a packet. Raises `PacketError`."""
     if len(packet) < _REPLY.size:
         raise PacketError(f"a reply has at least {_REPLY.size} bytes, not {len(packet)}")
     status, last, count = _REPLY.unpack_from(packet)
     body = packet[_REPLY.size :]
+    if status == _STATUS:
+        return Reply((), True, "refused with a status", body)
     if status:
         return Reply((), True, body.decode("utf-8", "replace") or "refused")
     if len(body) != count * _RECORD.size:

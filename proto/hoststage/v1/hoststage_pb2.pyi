@@ -187,6 +187,9 @@ class ClientMessage(_message.Message):
     PING_FIELD_NUMBER: _builtins.int
     INLINE_STORE_FIELD_NUMBER: _builtins.int
     INLINE_LOAD_FIELD_NUMBER: _builtins.int
+    IMPORTED_STORE_FIELD_NUMBER: _builtins.int
+    IMPORTED_LOAD_FIELD_NUMBER: _builtins.int
+    DROP_IMPORT_FIELD_NUMBER: _builtins.int
     BUDGET_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Chosen by the client, unique among its open requests, not 0. The reply carries it back."""
@@ -235,6 +238,12 @@ class ClientMessage(_message.Message):
     @_builtins.property
     def inline_load(self) -> Global___InlineLoad: ...
     @_builtins.property
+    def imported_store(self) -> Global___ImportedStore: ...
+    @_builtins.property
+    def imported_load(self) -> Global___ImportedLoad: ...
+    @_builtins.property
+    def drop_import(self) -> Global___DropImport: ...
+    @_builtins.property
     def budget(self) -> Global___Budget: ...
     def __init__(
         self,
@@ -260,13 +269,16 @@ class ClientMessage(_message.Message):
         ping: Global___Ping | None = ...,
         inline_store: Global___InlineStore | None = ...,
         inline_load: Global___InlineLoad | None = ...,
+        imported_store: Global___ImportedStore | None = ...,
+        imported_load: Global___ImportedLoad | None = ...,
+        drop_import: Global___DropImport | None = ...,
         budget: Global___Budget | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "body", b"body", "budget", b"budget", "cancel_load", b"cancel_load", "commit", b"commit", "discard", b"discard", "goodbye", b"goodbye", "hello", b"hello", "hold", b"hold", "import_memory", b"import_memory", "inline_load", b"inline_load", "inline_store", b"inline_store", "lease_arena", b"lease_arena", "load", b"load", "lookup", b"lookup", "ping", b"ping", "release", b"release", "reserve", b"reserve", "restore", b"restore", "return_arena", b"return_arena", "revoke_ack", b"revoke_ack", "seal_hold", b"seal_hold"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "body", b"body", "budget", b"budget", "cancel_load", b"cancel_load", "commit", b"commit", "discard", b"discard", "drop_import", b"drop_import", "goodbye", b"goodbye", "hello", b"hello", "hold", b"hold", "import_memory", b"import_memory", "imported_load", b"imported_load", "imported_store", b"imported_store", "inline_load", b"inline_load", "inline_store", b"inline_store", "lease_arena", b"lease_arena", "load", b"load", "lookup", b"lookup", "ping", b"ping", "release", b"release", "reserve", b"reserve", "restore", b"restore", "return_arena", b"return_arena", "revoke_ack", b"revoke_ack", "seal_hold", b"seal_hold"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "body", b"body", "budget", b"budget", "cancel_load", b"cancel_load", "commit", b"commit", "discard", b"discard", "goodbye", b"goodbye", "hello", b"hello", "hold", b"hold", "import_memory", b"import_memory", "inline_load", b"inline_load", "inline_store", b"inline_store", "lease_arena", b"lease_arena", "load", b"load", "lookup", b"lookup", "ping", b"ping", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "restore", b"restore", "return_arena", b"return_arena", "revoke_ack", b"revoke_ack", "seal_hold", b"seal_hold"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "body", b"body", "budget", b"budget", "cancel_load", b"cancel_load", "commit", b"commit", "discard", b"discard", "drop_import", b"drop_import", "goodbye", b"goodbye", "hello", b"hello", "hold", b"hold", "import_memory", b"import_memory", "imported_load", b"imported_load", "imported_store", b"imported_store", "inline_load", b"inline_load", "inline_store", b"inline_store", "lease_arena", b"lease_arena", "load", b"load", "lookup", b"lookup", "ping", b"ping", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "restore", b"restore", "return_arena", b"return_arena", "revoke_ack", b"revoke_ack", "seal_hold", b"seal_hold"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "reserve", "commit", "abort", "lookup", "load", "cancel_load", "release", "hold", "seal_hold", "restore", "discard", "revoke_ack", "lease_arena", "return_arena", "import_memory", "goodbye", "ping", "inline_store", "inline_load", "budget"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "reserve", "commit", "abort", "lookup", "load", "cancel_load", "release", "hold", "seal_hold", "restore", "discard", "revoke_ack", "lease_arena", "return_arena", "import_memory", "goodbye", "ping", "inline_store", "inline_load", "imported_store", "imported_load", "drop_import", "budget"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -294,6 +306,7 @@ class ServerMessage(_message.Message):
     LOAD_READY_FIELD_NUMBER: _builtins.int
     LEASE_REVOKED_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    IMPORTED_LOAD_REPLY_FIELD_NUMBER: _builtins.int
     BUDGET_REPLY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Of the request answered; 0 for a pushed message."""
@@ -305,7 +318,7 @@ class ServerMessage(_message.Message):
     def commit_reply(self) -> Global___CommitReply: ...
     @_builtins.property
     def done(self) -> Global___Done:
-        """Answers Abort, CancelLoad, SealHold, Discard, ReturnArena, Goodbye."""
+        """Answers Abort, CancelLoad, SealHold, Discard, ReturnArena, DropImport, Goodbye."""
 
     @_builtins.property
     def lookup_reply(self) -> Global___LookupReply: ...
@@ -340,6 +353,8 @@ class ServerMessage(_message.Message):
     @_builtins.property
     def draining(self) -> Global___Draining: ...
     @_builtins.property
+    def imported_load_reply(self) -> Global___ImportedLoadReply: ...
+    @_builtins.property
     def budget_reply(self) -> Global___BudgetReply: ...
     def __init__(
         self,
@@ -362,13 +377,14 @@ class ServerMessage(_message.Message):
         load_ready: Global___LoadReady | None = ...,
         lease_revoked: Global___LeaseRevoked | None = ...,
         draining: Global___Draining | None = ...,
+        imported_load_reply: Global___ImportedLoadReply | None = ...,
         budget_reply: Global___BudgetReply | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "budget_reply", b"budget_reply", "commit_reply", b"commit_reply", "done", b"done", "draining", b"draining", "error", b"error", "hold_reply", b"hold_reply", "import_memory_reply", b"import_memory_reply", "inline_pages", b"inline_pages", "lease_arena_reply", b"lease_arena_reply", "lease_revoked", b"lease_revoked", "load_ready", b"load_ready", "load_reply", b"load_reply", "lookup_reply", b"lookup_reply", "pong", b"pong", "reserve_reply", b"reserve_reply", "restore_reply", b"restore_reply", "stored", b"stored", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "budget_reply", b"budget_reply", "commit_reply", b"commit_reply", "done", b"done", "draining", b"draining", "error", b"error", "hold_reply", b"hold_reply", "import_memory_reply", b"import_memory_reply", "imported_load_reply", b"imported_load_reply", "inline_pages", b"inline_pages", "lease_arena_reply", b"lease_arena_reply", "lease_revoked", b"lease_revoked", "load_ready", b"load_ready", "load_reply", b"load_reply", "lookup_reply", b"lookup_reply", "pong", b"pong", "reserve_reply", b"reserve_reply", "restore_reply", b"restore_reply", "stored", b"stored", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "budget_reply", b"budget_reply", "commit_reply", b"commit_reply", "done", b"done", "draining", b"draining", "error", b"error", "hold_reply", b"hold_reply", "import_memory_reply", b"import_memory_reply", "inline_pages", b"inline_pages", "lease_arena_reply", b"lease_arena_reply", "lease_revoked", b"lease_revoked", "load_ready", b"load_ready", "load_reply", b"load_reply", "lookup_reply", b"lookup_reply", "pong", b"pong", "request_id", b"request_id", "reserve_reply", b"reserve_reply", "restore_reply", b"restore_reply", "stored", b"stored", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "budget_reply", b"budget_reply", "commit_reply", b"commit_reply", "done", b"done", "draining", b"draining", "error", b"error", "hold_reply", b"hold_reply", "import_memory_reply", b"import_memory_reply", "imported_load_reply", b"imported_load_reply", "inline_pages", b"inline_pages", "lease_arena_reply", b"lease_arena_reply", "lease_revoked", b"lease_revoked", "load_ready", b"load_ready", "load_reply", b"load_reply", "lookup_reply", b"lookup_reply", "pong", b"pong", "request_id", b"request_id", "reserve_reply", b"reserve_reply", "restore_reply", b"restore_reply", "stored", b"stored", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "reserve_reply", "commit_reply", "done", "lookup_reply", "load_reply", "hold_reply", "restore_reply", "lease_arena_reply", "import_memory_reply", "pong", "inline_pages", "error", "stored", "load_ready", "lease_revoked", "draining", "budget_reply"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "reserve_reply", "commit_reply", "done", "lookup_reply", "load_reply", "hold_reply", "restore_reply", "lease_arena_reply", "import_memory_reply", "pong", "inline_pages", "error", "stored", "load_ready", "lease_revoked", "draining", "imported_load_reply", "budget_reply"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -558,7 +574,9 @@ class Welcome(_message.Message):
     def findings(self) -> _containers.RepeatedCompositeFieldContainer[_stack_pb2.Finding]: ...
     @_builtins.property
     def arenas(self) -> _containers.RepeatedCompositeFieldContainer[_stack_pb2.ArenaGrant]:
-        """For `shm`: what may be mapped, and where. Both tokens are single-use and expire after ten seconds."""
+        """For `shm`: what may be mapped, and where. Both tokens are single-use and expire after ten seconds. For `imported`: the two sockets and the
+        lane's token.
+        """
 
     @_builtins.property
     def limits(self) -> Global___Limits: ...
@@ -1549,13 +1567,24 @@ Global___ReturnArena: _TypeAlias = ReturnArena  # noqa: Y015
 
 @_typing.final
 class ImportMemory(_message.Message):
-    """Announce memfds of the client's own. The reply's token is presented on the fd socket together with the descriptors."""
+    """Announce memfds of the client's own, for the path `imported`. The reply's token is presented on the fd socket together with the
+    descriptors, within ten seconds and once; the import is good from the answer there until DropImport or the session's end.
+
+    The daemon never maps them: it reads and writes at the offsets that it is told, into and from memory of its own. What it takes is memfds
+    and files of a tmpfs, open for reading and writing, as large as announced, and with memory behind every page.
+
+    A client that gives up waiting for an answer must know that the daemon does not touch its memory later. For this a request may name a claim, a
+    number that it has never used before, not 0 and less than 2^62: while it moves bytes, the daemon holds a write lock (F_OFD_SETLK) on the byte at that
+    offset of a memfd, and where it cannot get it, it moves nothing. A client that gives up takes that lock itself (F_OFD_SETLKW: it waits for a move
+    under way, and not for a daemon that is dead) and keeps it. Offsets beyond the end can be locked; the bytes are never touched.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
+    """For operators."""
     @_builtins.property
     def bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Bytes of each memfd, in the order in which they will be passed."""
@@ -1597,8 +1626,29 @@ class ImportMemoryReply(_message.Message):
 Global___ImportMemoryReply: _TypeAlias = ImportMemoryReply  # noqa: Y015
 
 @_typing.final
+class DropImport(_message.Message):
+    """The daemon closes its descriptors. Done once no I/O of the session uses them any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IMPORT_ID_FIELD_NUMBER: _builtins.int
+    import_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        import_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["import_id", b"import_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropImport: _TypeAlias = DropImport  # noqa: Y015
+
+@_typing.final
 class ImportedPages(_message.Message):
-    """Places of pages in imported memory."""
+    """Places of pages of one pool in imported memory."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1606,15 +1656,20 @@ class ImportedPages(_message.Message):
     POOL_FIELD_NUMBER: _builtins.int
     MEMFDS_FIELD_NUMBER: _builtins.int
     OFFSETS_FIELD_NUMBER: _builtins.int
+    PIECE_BYTES_FIELD_NUMBER: _builtins.int
     import_id: _builtins.int
     pool: _builtins.int
     @_builtins.property
     def memfds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Index of the memfd."""
+        """Index of the memfd of each piece of a page: one entry a piece, the same for every page."""
 
     @_builtins.property
     def offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Byte offset of each piece; pieces of one page follow each other."""
+        """Byte offset of each piece in its memfd; pieces of one page follow each other."""
+
+    @_builtins.property
+    def piece_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Bytes of each piece of a page, the same for every page; together the pool's page bytes."""
 
     def __init__(
         self,
@@ -1623,14 +1678,124 @@ class ImportedPages(_message.Message):
         pool: _builtins.int = ...,
         memfds: _abc.Iterable[_builtins.int] | None = ...,
         offsets: _abc.Iterable[_builtins.int] | None = ...,
+        piece_bytes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["import_id", b"import_id", "memfds", b"memfds", "offsets", b"offsets", "pool", b"pool"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["import_id", b"import_id", "memfds", b"memfds", "offsets", b"offsets", "piece_bytes", b"piece_bytes", "pool", b"pool"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ImportedPages: _TypeAlias = ImportedPages  # noqa: Y015
+
+@_typing.final
+class ImportedStore(_message.Message):
+    """Store pages from imported memory: Reserve, copy and Commit in one. Answered by CommitReply: the memory may be used again then. An Error
+    IMPORT_TRUNCATED says that the client made its memfd smaller meanwhile.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPAN_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    WAIT_MS_FIELD_NUMBER: _builtins.int
+    CLAIM_FIELD_NUMBER: _builtins.int
+    wait_ms: _builtins.int
+    """How long the request may queue for slots; 0: answer at once."""
+    claim: _builtins.int
+    """See ImportMemory. Of the first memfd of the import that `pages` names first."""
+    @_builtins.property
+    def span(self) -> Global___Span: ...
+    @_builtins.property
+    def pages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ImportedPages]:
+        """One entry a range of the span, in their order, with the pages of the range."""
+
+    def __init__(
+        self,
+        *,
+        span: Global___Span | None = ...,
+        pages: _abc.Iterable[Global___ImportedPages] | None = ...,
+        wait_ms: _builtins.int = ...,
+        claim: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["span", b"span"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "pages", b"pages", "span", b"span", "wait_ms", b"wait_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImportedStore: _TypeAlias = ImportedStore  # noqa: Y015
+
+@_typing.final
+class ImportedLoad(_message.Message):
+    """Load pages into imported memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOAD_FIELD_NUMBER: _builtins.int
+    INTO_FIELD_NUMBER: _builtins.int
+    CLAIM_FIELD_NUMBER: _builtins.int
+    claim: _builtins.int
+    """See ImportMemory. Of the first memfd of the import that `into` names first."""
+    @_builtins.property
+    def load(self) -> Global___Load: ...
+    @_builtins.property
+    def into(self) -> _containers.RepeatedCompositeFieldContainer[Global___ImportedPages]:
+        """At most one entry a pool, with room for at least the pages that come: the first place takes the first page of the pool. Pages of a pool
+        without an entry are checked to be there and go nowhere.
+        """
+
+    def __init__(
+        self,
+        *,
+        load: Global___Load | None = ...,
+        into: _abc.Iterable[Global___ImportedPages] | None = ...,
+        claim: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim", b"claim", "into", b"into", "load", b"load"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImportedLoad: _TypeAlias = ImportedLoad  # noqa: Y015
+
+@_typing.final
+class ImportedLoadReply(_message.Message):
+    """The end of an ImportedLoad. Nothing is leased, and READY says that every page has been written. Where it failed as a whole (Error), what the
+    places have is undefined; any other outcome left them as they were.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
+    RANGES_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    outcome: Global___Outcome.ValueType
+    """READY, MISS, CANCELLED, QUOTA or OVERSIZE."""
+    prefix: _builtins.int
+    """What is really there, in pages."""
+    detail: _builtins.str
+    @_builtins.property
+    def ranges(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolRange]:
+        """Which pages came, one entry a pool."""
+
+    def __init__(
+        self,
+        *,
+        outcome: Global___Outcome.ValueType = ...,
+        prefix: _builtins.int = ...,
+        ranges: _abc.Iterable[Global___PoolRange] | None = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "outcome", b"outcome", "prefix", b"prefix", "ranges", b"ranges"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImportedLoadReply: _TypeAlias = ImportedLoadReply  # noqa: Y015
 
 @_typing.final
 class InlineStore(_message.Message):

@@ -116,7 +116,7 @@ class NodeFacts:
     pin_problem: str = ""
     memlock_bytes: int = 0
     cuda: bool = False
-    paths: tuple[PayloadPath, ...] = (PayloadPath.SHM, PayloadPath.INLINE)
+    paths: tuple[PayloadPath, ...] = (PayloadPath.SHM, PayloadPath.IMPORTED, PayloadPath.INLINE)
     live_read_slots: dict[str, int] = field(default_factory=dict)
     live_page_bytes: dict[str, int] = field(default_factory=dict)
     live_shapes: tuple[str, ...] = ()

@@ -18,6 +18,7 @@ from typing import Protocol, TypeAlias
 from hoststage.core.findings import Grant, Verdict
 from hoststage.core.stack import Stack
 from hoststage.v1 import ops
+from hoststage.v1.imported import ImportedLoad, ImportedLoadReply, ImportedStore
 
 Reply: TypeAlias = Callable[[ops.HotReply], None]
 
@@ -209,6 +210,38 @@ class TierFacts:
     holds: HoldFacts = HoldFacts()
 
 
+class ImportedMemory(Protocol):
+    """Memory of the client's own, and pages between it and the tier. Every coroutine raises `RequestError`."""
+
+    def announce(self, name: str, sizes: Sequence[int]) -> int:
+        """Note memfds that are to come over the fd socket; return the number of the import. Raises `RequestError`."""
+        ...
+
+    def awaited(self, import_id: int) -> tuple[int, ...] | None:
+        """Return the announced sizes of an import whose descriptors have not come, None for any other."""
+        ...
+
+    def attach(self, import_id: int, files: Sequence[int]) -> bool:
+        """Take descriptors over that `memory.imports.open_memory` opened; False, and they stay the caller's, where nobody awaits them."""
+        ...
+
+    def forget(self, import_id: int) -> None:
+        """The descriptors of an import did not come, or were refused."""
+        ...
+
+    async def drop(self, import_id: int) -> None:
+        """Close an import once no transfer uses it."""
+        ...
+
+    async def store(self, m: ImportedStore, request_id: int) -> ops.CommitReply:
+        """Store pages from imported memory. A `Stored` that names the request id follows where they were accepted."""
+        ...
+
+    async def load(self, m: ImportedLoad) -> ImportedLoadReply:
+        """Load pages into imported memory; nothing stays leased."""
+        ...
+
+
 class LiveSession(Protocol):
     """An open session, as `rpc` sees it."""
 
@@ -222,6 +255,9 @@ class LiveSession(Protocol):
     def verdict(self) -> Verdict: ...
     @property
     def arenas(self) -> Sequence[ArenaFacts]: ...
+
+    @property
+    def imported(self) -> ImportedMemory: ...
 
     @property
     def pool_count(self) -> int: ...

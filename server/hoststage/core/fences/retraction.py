@@ -25,14 +25,14 @@ def retraction_path(ctx: Context) -> Iterator[Finding]:
     """Holds are written and read in place, in memory that the client maps.
 
     Bytes in messages are refused rather than served: a whole request would cross the stream twice to be parked on the
-    other side of it, where the worker's own CPU tensors cost one copy and no message.
+    other side of it, where the worker's own CPU tensors cost one copy and no message. Imported memory is the worker's own already.
     """
     path = granted_path(ctx)
-    if path is PayloadPath.INLINE:
+    if path is not PayloadPath.SHM:
         yield Report("RETRACTION_PATH", ctx.mode).refused(
             RETRACTION_SUBJECT,
-            "Holds live in shared memory, and the payload path of this session is inline: it could neither fill nor "
-            "read them.",
+            f"Holds live in the daemon's shared memory, and the payload path of this session is {path.value}: it could "
+            "neither fill nor read them.",
             f"Use the path shm (the daemon's sockets and this client on one host). Or {FALLBACK}.",
             RefusalKind.FAILED_PRECONDITION,
             path=path.value,

@@ -11,7 +11,7 @@ from typing import Any
 import structlog
 
 from hoststage.server.contract import ArenaDescriptor, HoldKey, LiveSession, RequestError
-from hoststage.server.rpc import inline, status
+from hoststage.server.rpc import imported, inline, status
 from hoststage.server.rpc.connections import Connection, Connections
 from hoststage.server.rpc.convert_stack import arena_kind_to_proto, arena_to_proto
 from hoststage.server.telemetry.wire import Road
@@ -146,15 +146,10 @@ class Dispatcher:
                 self._live.revoke_ack(message.revoke_ack.revocation)
             case "goodbye":
                 self._goodbye(request_id)
-            case "import_memory":
-                raise RequestError(
-                    "IMPORTED_PATH",
-                    "this daemon does not read imported memory",
-                    code="UNIMPLEMENTED",
-                    remedy="use the payload path shm or inline",
-                )
             case "hello":
                 raise RequestError("SECOND_HELLO", "the session is open already", code="FAILED_PRECONDITION")
+            case _ if name in imported.OPERATIONS:
+                self._spawn(request_id, self._imported(message))
             case _ if name in _COLD:
                 self._spawn(request_id, self._cold(name, message, request_id))
             case _:
@@ -243,6 +238,9 @@ class Dispatcher:
                 answer.budget_reply.budget_bytes = budget.budget_bytes
                 answer.budget_reply.free_bytes = budget.free_bytes
         self._answer(answer)
+
+    async def _imported(self, message: pb.ClientMessage) -> None:
+        self._answer(await imported.carry_out(self._connections, self._connection, message))
 
     def _ticket_for(self, descriptors: list[ArenaDescriptor]) -> bytes:
         """Return a token for descriptors beyond the handshake's; they are closed if nobody comes for them."""

@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import structlog
 
 from hoststage.server.contract import ArenaDescriptor
+from hoststage.server.rpc import imported
 from hoststage.server.rpc.connections import Connections
 from hoststage.shm import fdpass, peer
 from hoststage.v1 import fdsocket
@@ -29,7 +30,7 @@ TIMEOUT_SECONDS = 5.0
 MAX_WAITING = 64
 """Clients without a whole request; beyond that the one that waited longest goes."""
 _WORKERS = 4
-_MAX_FDS_IN = 64
+_MAX_FDS_IN = fdsocket.MAX_DESCRIPTORS + 1
 _RECHECK_SECONDS = 0.02
 _PACKET_BYTES = len(fdsocket.encode_request(fdsocket.Kind.ARENAS, bytes(fdsocket.TOKEN_BYTES), has_pidfd=False))
 _REQUEST_BYTES = 8 + _PACKET_BYTES
@@ -49,6 +50,7 @@ class FdSocketServer:
         self._selector = selectors.DefaultSelector()
         self._waiting: dict[socket.socket, float] = {}
         self._partial: set[socket.socket] = set()
+        self._desk = imported.Desk(connections, loop, TIMEOUT_SECONDS)
         self._closing = False
         self._fault: BaseException | None = None
 
@@ -182,9 +184,10 @@ class FdSocketServer:
                 self._refuse(client, refusal)
             elif pidfd is None:
                 self._refuse(client, "the kernel gives no pidfd of this process; send one with the request")
-            elif request.kind is not fdsocket.Kind.ARENAS:
-                os.close(pidfd)
-                self._refuse(client, "this daemon does not take imported memory")
+            elif request.kind is fdsocket.Kind.IMPORT:
+                memfds = received[request.has_pidfd :]
+                del received[request.has_pidfd :]
+                self._count(imported.take_in(client, request.token, memfds, pidfd, self._desk))
             else:
                 self._hand_out(client, request.token, pidfd)
         finally:

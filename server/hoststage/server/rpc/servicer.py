@@ -34,7 +34,7 @@ from hoststage.v1.ops import PROTOCOL_MAX, PROTOCOL_MIN
 
 log = structlog.get_logger(__name__)
 
-FEATURES = ("lane", "inline", "pins", "holds", "whole_arenas", "credits")
+FEATURES = ("lane", "inline", "imported", "pins", "holds", "whole_arenas", "credits")
 OUTBOX_BYTES = 64 << 20
 """Answers and pushes that may wait for a client to read them."""
 FLUSH_SECONDS = 30.0
@@ -184,12 +184,13 @@ class HostStageServicer(pb_grpc.HostStageServicer):
             findings=[finding_to_proto(f) for f in live.verdict.findings],
             limits=self._options.limits(),
         )
-        if live.grant.path is PayloadPath.SHM:
+        if live.grant.path is not PayloadPath.INLINE:
             now = self._connections.now()
-            welcome.arenas.extend(arena_to_proto(a) for a in live.arenas)
             welcome.fd_socket, welcome.lane_socket = self._options.fd_path, self._options.lane_path
-            welcome.fd_token = self._connections.tickets.issue("fd", live.session_id, now)
             welcome.lane_token = self._connections.tickets.issue("lane", live.session_id, now)
+            if live.grant.path is PayloadPath.SHM:
+                welcome.arenas.extend(arena_to_proto(a) for a in live.arenas)
+                welcome.fd_token = self._connections.tickets.issue("fd", live.session_id, now)
         return pb.ServerMessage(request_id=request_id, welcome=welcome)
 
     async def _serve(

@@ -36,10 +36,15 @@ class PoolArena:
     rule: PoolRule
     arena: Arena | None
 
+    @property
+    def base(self) -> int:
+        """Address of the first slot in this process."""
+        assert self.arena is not None
+        return self.arena.address
+
     def address(self, slot: int) -> int:
         """Address of a slot in this process."""
-        assert self.arena is not None
-        return self.arena.address + slot * self.rule.stride
+        return self.base + slot * self.rule.stride
 
     def view(self, slot: int) -> memoryview:
         """The page in a slot, `page_bytes` long."""

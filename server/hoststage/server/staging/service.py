@@ -21,16 +21,18 @@ from hoststage.core.findings import Grant, NodeFacts, Verdict
 from hoststage.core.ledger import Ledger, OverBudget
 from hoststage.core.prefix import Rules, rules_of
 from hoststage.core.sessions import SessionCore, SessionLimits, SessionState
-from hoststage.core.stack import namespace_of
+from hoststage.core.stack import PayloadPath, namespace_of
 from hoststage.core.tier import Tier
 from hoststage.core.writepool import WritePool
 from hoststage.server.contract import PoolFacts, Port, Refusal, SessionRequest, TierFacts
 from hoststage.server.memory.arena import ArenaKind
+from hoststage.server.memory.imports import descriptor_limit
 from hoststage.server.memory.pool import ArenaPool
 from hoststage.server.staging.arenas import ArenaMaker, PoolArena
 from hoststage.server.staging.durable import HoldOptions
 from hoststage.server.staging.engine import Engine
 from hoststage.server.staging.holds import Holds
+from hoststage.server.staging.imports import DescriptorBudget
 from hoststage.server.staging.leases import WholeLeases
 from hoststage.server.staging.namespaces import (
     NamespaceMemory,
@@ -75,6 +77,7 @@ class Service:
         self.tier = Tier(secrets.token_bytes(8), options.limits, options.drains)
         self.engine = Engine(self.tier, store, executor, self._session_over)
         self.holds = Holds(self.engine, options.holds)
+        self.imported_descriptors = DescriptorBudget(descriptor_limit())
         self._store = store
         self._maker = ArenaMaker(pool, executor)
         self._arena_pool = pool
@@ -283,7 +286,8 @@ class Service:
             verdict.grant.mode,
             # Generations start at random, so that a reference of an earlier session or daemon is refused, whoever sends it.
             [WritePool(g.write_slots, g.hold_slots, generation=secrets.randbits(31)) for g in grants],
-            min(request.credits, self.options.limits.max_credits),
+            # Slots ahead of need are for clients that write them.
+            min(request.credits, self.options.limits.max_credits) if verdict.grant.path is PayloadPath.SHM else 0,
         )
         self.tier.open(core)
         session = Session(self, core, request, verdict, port, write, space.arenas, self.engine.now())
@@ -312,6 +316,7 @@ class Service:
         if session is not None and session.core.state is SessionState.ACTIVE:
             log.warning("session.quarantined", session=session_id, reason=reason)
             self.tier.quarantine(session.core)
+            session.imported.interrupted()
             self.holds.interrupted(session_id)
             self.engine.settle()
 
@@ -322,6 +327,7 @@ class Service:
             self.holds.session_gone(session_id)
             self.engine.listeners.pop(session_id, None)
             self.tier.end(session.core)
+            session.imported.end()
             self.engine.settle()
 
     def _session_over(self, session_id: int) -> None:

@@ -28,16 +28,19 @@ from hoststage.server.contract import (
     WholeLease,
 )
 from hoststage.server.staging.arenas import PoolArena
+from hoststage.server.staging.imported import ImportedPath
 from hoststage.server.staging.wire_spans import keys_of, parts_of, pool_slots, ranges, reserve_reply
 from hoststage.shm.copy import address_of, copy_bytes
 from hoststage.v1 import ops
 
 if TYPE_CHECKING:
+    from hoststage.server.staging.engine import Engine
     from hoststage.server.staging.service import Service
 
 log = structlog.get_logger(__name__)
 
 InlineReply = Callable[[ops.LoadReady, list[list[memoryview]]], None]
+OwnLoad = Callable[[ops.LoadReady], None]
 
 
 class Session:
@@ -68,7 +71,10 @@ class Session:
         self._write = write
         self._read = read
         self._reserving: dict[int, Reply] = {}
-        self._inline: dict[int, InlineReply] = {}
+        # Loads whose pages the daemon itself takes out of the leased slots, and which revocations ask for them.
+        self._own_loads: dict[int, OwnLoad] = {}
+        self._own_revocations: dict[int, int] = {}
+        self._imported = ImportedPath(self, service.executor, service.imported_descriptors)
 
     # -------------------------------------------------------------- facts
 
@@ -95,6 +101,28 @@ class Session:
 
     def page_bytes(self, pool: int) -> int:
         return self._write[pool].rule.page_bytes
+
+    @property
+    def imported(self) -> ImportedPath:
+        return self._imported
+
+    @property
+    def engine(self) -> Engine:
+        """Who carries out this session's work."""
+        return self._engine
+
+    @property
+    def max_span_keys(self) -> int:
+        """Keys of one span."""
+        return self._tier.limits.max_span_keys
+
+    def write_arena(self, pool: int) -> PoolArena:
+        """The session's own arena of a pool."""
+        return self._write[pool]
+
+    def read_arena(self, pool: int) -> PoolArena:
+        """The namespace's arena of a pool."""
+        return self._read[pool]
 
     def descriptors(self) -> list[ArenaDescriptor]:
         return [d for a in (*self._write, *self._read) for d in a.descriptors()]
@@ -319,17 +347,22 @@ class Session:
             pool_slots(result.parts),
             result.detail,
         )
-        inline = self._inline.get(result.load_id)
-        if inline is None:
+        own = self._own_loads.get(result.load_id)
+        if own is None:
             self._port.push(message)
         else:
-            self._inline_group(inline, message)
+            own(message)
 
     def cancel_load(self, load_id: int) -> None:
         self._tier.cancel(self.core, load_id)
         self._engine.settle()
 
     def leases_revoked(self, revoke: fx.Revoke) -> None:
+        [load_id] = revoke.load_ids
+        if load_id in self._own_loads:
+            # Ours to give up, and on its way to be: the client does not know of these leases.
+            self._own_revocations[load_id] = revoke.revocation
+            return
         self._port.push(RevokedLeases(revoke.revocation, revoke.load_ids, (), revoke.reason))
 
     def revoke_ack(self, revocation: int) -> None:
@@ -337,24 +370,48 @@ class Session:
             log.warning("session.unasked_acknowledgement", session=self.session_id, revocation=revocation)
         self._engine.settle()
 
-    # -------------------------------------------------------------- inline payload
+    # -------------------------------------------------------------- pages that the daemon itself moves
 
-    def inline_load(self, op: ops.Load, reply: InlineReply) -> None:
+    def begin_own_load(self, op: ops.Load, arrived: OwnLoad) -> int:
+        """Begin a load whose groups go to `arrived`; it must be ended by `end_own_load`. Returns its number."""
         self._check_active()
         load_id, result = self._begin(op)
-        self._inline[load_id] = reply
+        self._own_loads[load_id] = arrived
         if result is not None:
             self.load_result(result)
         self._engine.settle()
+        return load_id
 
-    def _inline_group(self, inline: InlineReply, message: ops.LoadReady) -> None:
-        pages = [[self._read[entry.pool].view(slot) for slot in entry.slots.tolist()] for entry in message.slots]
-        try:
-            inline(message, pages)
-        finally:
-            if message.last:
-                self._inline.pop(message.load_id, None)
-                self._tier.release(self.core, (message.load_id,))
+    def end_own_load(self, load_id: int) -> None:
+        """Give up what such a load leases. Safe to repeat."""
+        self._own_loads.pop(load_id, None)
+        self._tier.release(self.core, (load_id,))
+        revocation = self._own_revocations.pop(load_id, None)
+        if revocation is not None:
+            self._tier.revoke_acknowledged(self.core, revocation)
+        self._engine.settle()
+
+    def copy_began(self) -> None:
+        """A thread begins to use the arenas, which stay until it has ended, whatever becomes of the session."""
+        self._tier.copy_began(self.core)
+
+    def copy_ended(self) -> None:
+        """Such a use has ended."""
+        self._tier.copy_ended(self.core)
+        self._engine.settle()
+
+    # -------------------------------------------------------------- inline payload
+
+    def inline_load(self, op: ops.Load, reply: InlineReply) -> None:
+        def arrived(message: ops.LoadReady) -> None:
+            pages = [[self._read[entry.pool].view(slot) for slot in entry.slots.tolist()] for entry in message.slots]
+            try:
+                reply(message, pages)
+            finally:
+                if message.last:
+                    self.end_own_load(message.load_id)
+
+        self.begin_own_load(op, arrived)
 
     def inline_store(
         self, span: ops.Span, pages: Sequence[Sequence[bytes | bytearray]], request_id: int, wait_ms: int, reply: Reply
@@ -380,7 +437,7 @@ class Session:
                 reply(ops.CommitReply(answer.outcome, detail=answer.detail))
                 return
             # Before anything else can happen: until the copy has ended the arenas stay, even if the session ends now.
-            self._tier.copy_began(self.core)
+            self.copy_began()
             self._engine.spawn(self._inline_copy(span, pages, answer.slots, request_id, reply))
 
         self.submit(ops.Reserve(span, wait_ms), request_id, reserved)
@@ -404,8 +461,7 @@ class Session:
                 ]
             await asyncio.get_running_loop().run_in_executor(self._service.executor, _copy_in, todo)
         finally:
-            self._tier.copy_ended(self.core)
-            self._engine.settle()
+            self.copy_ended()
         if self.core.state is not SessionState.ACTIVE:
             return
 
@@ -413,7 +469,7 @@ class Session:
             assert isinstance(answer, ops.CommitReply)
             if answer.outcome not in (ops.Outcome.ACCEPTED, ops.Outcome.BELIEVED_STORED):
                 # The client does not know these slots, so it cannot give them back.
-                self._abort_refused(slots)
+                self.abort_refused(slots)
             reply(answer)
 
         try:
@@ -421,11 +477,12 @@ class Session:
         except RequestError as error:
             committed(ops.CommitReply(ops.Outcome.CANCELLED, detail=str(error)))
 
-    def _abort_refused(self, slots: tuple[ops.PoolSlots, ...]) -> None:
+    def abort_refused(self, slots: tuple[ops.PoolSlots, ...]) -> None:
+        """Give slots back that the daemon reserved for the client, and whose commit was refused."""
         try:
             self.abort(slots)
         except RequestError as error:
-            log.error("session.inline_slots_lost", session=self.session_id, error=str(error))
+            log.error("session.slots_lost", session=self.session_id, error=str(error))
 
     # -------------------------------------------------------------- holds and memory beyond the grant
 
