@@ -9,8 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hoststage.client import Identity, PayloadPath, PoolKind, PoolSpec, ScatteredPages, StackError, StackSpec, connect
-from tests.integration.daemon import Daemon
+from hoststage.client import (
+    Identity,
+    PayloadPath,
+    PoolKind,
+    PoolSpec,
+    ScatteredPages,
+    SessionLost,
+    StackError,
+    StackSpec,
+    connect,
+)
+from hoststage.shm.copy import copy_pages
+from tests.integration.daemon import Daemon, eventually
 
 SIZES = np.array([512, 8192, 100], dtype=np.int64)
 PAGE = int(SIZES.sum())
@@ -68,3 +79,78 @@ def test_pieces_that_do_not_make_a_page_are_refused(node: Daemon) -> None:
         ScatteredPages(np.zeros((2, 2), dtype=np.int32), SIZES[:2])
     with pytest.raises(StackError, match="positive"):
         ScatteredPages(np.zeros((2, 2), dtype=np.int64), np.zeros(2, dtype=np.int64))
+
+
+def test_pieces_of_loaded_pages_are_copied_one_after_the_other(node: Daemon) -> None:
+    stack = StackSpec(Identity("m", tenant="pieces"), (PoolSpec("kv", PoolKind.KV, PAGE, 16),))
+    memory = np.random.default_rng(2).integers(0, 256, 200_000, dtype=np.uint8)
+    pages = _scattered(memory, 12)
+    keys = [bytes([i]) * 32 for i in range(12)]
+    with connect(node.address, stack=stack) as session:
+        assert session.store(keys, {"kv": pages}).wait().ok
+        stream = session.load_groups(keys)
+        loaded = stream.wait()
+        assert loaded
+        assert stream.ended
+        other = np.full(200_000, 7, dtype=np.uint8)
+        into = _scattered(other, 12)
+        loaded.copy_pieces("kv", into, slice(1, 2))
+        for row in range(12):
+            there, wanted = _page(other, into, row), _page(memory, pages, row)
+            assert there == bytes([7] * 512) + wanted[512 : 512 + 8192] + bytes([7] * 100)
+        loaded.copy_pieces("kv", into, slice(0, 1))
+        loaded.copy_pieces("kv", into, slice(2, 3))
+        assert all(_page(other, into, row) == _page(memory, pages, row) for row in range(12))
+        with pytest.raises(StackError, match="12 pages were loaded"):
+            loaded.copy_pieces("kv", into.cut(0, 11))
+        with pytest.raises(StackError, match="pool"):
+            loaded.copy_pieces("swa", into)
+        loaded.release()
+        with pytest.raises(ValueError, match="released"):
+            loaded.copy_pieces("kv", into)
+
+
+def test_a_mover_copies_in_the_place_of_the_client_piece_by_piece(node: Daemon) -> None:
+    stack = StackSpec(Identity("m", tenant="mover"), (PoolSpec("kv", PoolKind.KV, PAGE, 16),))
+    memory = np.random.default_rng(3).integers(0, 256, 200_000, dtype=np.uint8)
+    keys = [bytes([i]) * 32 for i in range(8)]
+    seen: list[list[int]] = []
+
+    def move(to: np.ndarray, source: np.ndarray, lengths: np.ndarray) -> None:
+        seen.append(lengths.tolist())
+        copy_pages(0, to, 0, source, lengths)
+
+    def moved(memory: np.ndarray) -> ScatteredPages:
+        plain = _scattered(memory, 8)
+        return ScatteredPages(plain.addresses, plain.sizes, memory, move)
+
+    by_piece = [size for size in SIZES.tolist() for _ in range(8)]
+    with connect(node.address, stack=stack) as session:
+        assert session.store(keys, {"kv": moved(memory)}).wait().ok
+        assert seen == [by_piece]
+        other = np.zeros(200_000, dtype=np.uint8)
+        into = moved(other)
+        assert session.load(keys, into={"kv": into.cut(0, 8)})
+        assert seen == [by_piece, by_piece]
+        plain = _scattered(memory, 8)
+        assert all(_page(other, into, row) == _page(memory, plain, row) for row in range(8))
+
+
+def test_pieces_copied_after_the_daemon_died_are_not_vouched_for() -> None:
+    stack = StackSpec(Identity("m"), (PoolSpec("kv", PoolKind.KV, PAGE, 16),))
+    with tempfile.TemporaryDirectory(prefix="hs") as folder:
+        daemon = Daemon(Path(folder), budget="128MiB").start()
+        memory = np.zeros(200_000, dtype=np.uint8)
+        into = _scattered(memory, 8)
+        keys = [bytes([i]) * 32 for i in range(8)]
+        with connect(daemon.address, stack=stack) as session:
+            assert session.store(keys, {"kv": into}).wait().ok
+            match = session.lookup(keys, pin_seconds=20)
+            assert match.standing
+            loaded = session.load(keys, pin=match)
+            loaded.check()
+            daemon.kill()
+            eventually(lambda: not match.standing)
+            with pytest.raises(SessionLost):
+                loaded.copy_pieces("kv", into)
+            loaded.release()

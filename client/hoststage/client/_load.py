@@ -8,17 +8,18 @@ from types import TracebackType
 
 import numpy as np
 
+from hoststage.client._arenas import Arena
 from hoststage.client._core import Core
 from hoststage.client._inline import InlineLoading
 from hoststage.client._link import Link
 from hoststage.client._loadop import Extent, LoadOp
-from hoststage.client._pages import KeyRun, Keys, PageRows, Rows, pack_keys
+from hoststage.client._pages import KeyRun, Keys, PageRows, Rows, ScatteredPages, pack_keys
 from hoststage.client._wire import SHARE_OF_DEADLINE, Deadline, Message, Waiter
 from hoststage.client.errors import DeadlineExceeded, SessionLost, StackError
 from hoststage.v1 import convert, ops
 from hoststage.v1 import hoststage_pb2 as pb
 from hoststage.v1.imported import ImportedLoadReply
-from hoststage.v1.ops import Outcome
+from hoststage.v1.ops import U32, Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,11 @@ class Match:
         if self.pin and self._link is not None:
             self._link.post(ops.Release((), (self.pin,)))
 
+    @property
+    def standing(self) -> bool:
+        """Whether the connection that gave the pin stands, as far as is known."""
+        return self._link is not None and self._link.lost is None
+
     def pin_for(self, link: Link) -> int:
         """Return the pin as that connection knows it, 0 where another one gave it."""
         return self.pin if self._link is link else 0
@@ -84,6 +90,7 @@ class Loaded:
         self._op: LoadOp | None = None
         self._first: dict[str, int] = {}
         self._pages: dict[str, list[memoryview]] = {}
+        self._places: dict[str, tuple[Arena, U32]] = {}
         self._released = False
 
     @classmethod
@@ -94,8 +101,9 @@ class Loaded:
         for pool, parts in extents.items():
             loaded._first[names[pool]] = parts[0].first
             if views:
-                arena = op.link.arenas.read[pool]
-                loaded._pages[names[pool]] = arena.views(np.concatenate([part.slots for part in parts]))
+                arena, slots = op.link.arenas.read[pool], np.concatenate([part.slots for part in parts])
+                loaded._places[names[pool]] = (arena, slots)
+                loaded._pages[names[pool]] = arena.views(slots)
         return loaded
 
     @classmethod
@@ -135,9 +143,33 @@ class Loaded:
             raise ValueError("the pages were released: the daemon may have put others in their place")
         return self._pages.get(pool, [])
 
+    def copy_pieces(self, pool: str, into: ScatteredPages, pieces: slice = slice(None)) -> None:
+        """Copy some pieces of each of the pool's pages, one layer of them for instance: row `i` of `into` takes the page at `first(pool) + i`.
+
+        Over shm alone.
+
+        :raises StackError: where the pages do not fit, or came over the inline path. :raises ValueError: once they were released.
+        :raises SessionLost: where the connection is lost, and with it the promise that nobody wrote these pages meanwhile.
+        """
+        if self._released:
+            raise ValueError("the pages were released: the daemon may have put others in their place")
+        if pool not in self._places or self._op is None:
+            raise StackError("pool", pool, f"name one of {sorted(self._places)}, whose pages came over shm")
+        arena, slots = self._places[pool]
+        rows = PageRows(into, pool, arena.page_bytes, writable=True)
+        if rows.count < len(slots):
+            raise StackError(f"into[{pool!r}]", f"{rows.count} rows", f"{len(slots)} pages were loaded")
+        rows.from_arena(0, arena, slots, pieces)
+        self.check()
+
+    def check(self) -> None:
+        """Raise `SessionLost` where the connection that leased the pages is lost: what was copied since cannot be relied on."""
+        if self._op is not None and self._op.link.lost is not None:
+            raise SessionLost(str(self._op.link.lost))
+
     def release(self) -> None:
         """Give the leases up; safe to repeat."""
-        self._pages = {}
+        self._pages, self._places = {}, {}
         self._released = True
         op, self._op = self._op, None
         if op is not None and op.outcome is Outcome.READY:
@@ -328,6 +360,17 @@ class LoadStream:
             self.loaded = Loaded.of_slots(names, op, op.extents(), views=True)
         else:
             self.loaded = Loaded(names, 0, op.outcome, op.detail)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will come, so that `wait` returns at once."""
+        return self._op.final.done
+
+    def wait(self) -> Loaded:
+        """Wait for all groups at once and return the whole, falsy for a miss. Raises what the iteration raises."""
+        for _ in self:
+            pass
+        return self.loaded
 
     def cancel(self) -> None:
         """Give the load up; what it leased goes back."""

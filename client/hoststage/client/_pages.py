@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -21,6 +21,9 @@ Keys: TypeAlias = Sequence[bytes] | bytes
 
 Rows: TypeAlias = Any
 """Pages of one pool: a list of buffers of one page each, or one C-contiguous array or tensor whose first axis is the page, or `ScatteredPages`."""
+
+Mover: TypeAlias = Callable[[Offsets, Offsets, Offsets], object]
+"""Copies bytes: called with the addresses to write, those to read, and the lengths; `int64[n]` each."""
 
 PACKED_KEY_BYTES = 32
 MAX_KEY_BYTES = 64
@@ -65,7 +68,8 @@ class ScatteredPages:
     """Pages of one pool whose bytes lie in several places of this process's memory, as layer-first layouts have them.
 
     addresses: `int64[pages, pieces]`. sizes: `int64[pieces]`, bytes of each piece, the same for every page; a page is its pieces one
-    after the other. keep: whatever holds the memory alive and mapped while the pages are used; the addresses are taken at their word.
+    after the other. keep: whatever holds the memory alive and mapped while the pages are used; the addresses are taken at their word. mover: what
+    copies, where a plain copy cannot reach the memory (a device's); piece by piece of all pages, and by default done when it returns.
 
     :raises StackError: where the two do not fit each other.
     """
@@ -73,6 +77,7 @@ class ScatteredPages:
     addresses: Offsets
     sizes: Offsets
     keep: object = None
+    mover: Mover | None = None
 
     def __post_init__(self) -> None:
         fits = (
@@ -92,7 +97,7 @@ class ScatteredPages:
 
     def cut(self, start: int, end: int) -> ScatteredPages:
         """Return the pages `[start, end)`."""
-        return ScatteredPages(self.addresses[start:end], self.sizes, self.keep)
+        return ScatteredPages(self.addresses[start:end], self.sizes, self.keep, self.mover)
 
     @property
     def offsets(self) -> Offsets:
@@ -175,11 +180,11 @@ class PageRows:
         """Copy rows from `first` on into slots; rows whose slot is `NO_SLOT` are skipped."""
         self._copy(first, arena, slots, to_arena=True)
 
-    def from_arena(self, first: int, arena: Arena, slots: U32) -> None:
-        """Copy slots into rows from `first` on."""
-        self._copy(first, arena, slots, to_arena=False)
+    def from_arena(self, first: int, arena: Arena, slots: U32, pieces: slice = slice(None)) -> None:
+        """Copy slots into rows from `first` on; of scattered pages, those `pieces` of each."""
+        self._copy(first, arena, slots, to_arena=False, pieces=pieces)
 
-    def _copy(self, first: int, arena: Arena, slots: U32, *, to_arena: bool) -> None:
+    def _copy(self, first: int, arena: Arena, slots: U32, *, to_arena: bool, pieces: slice = slice(None)) -> None:
         wanted = np.flatnonzero(slots != NO_SLOT)
         if not len(wanted):
             return
@@ -192,22 +197,27 @@ class PageRows:
             return
         # The view keeps the range mapped, should the session be lost and its arenas given back meanwhile.
         guard = arena.whole()
-        rows, places, lengths = self._places(first + wanted, arena.addresses(slots[wanted]))
-        if to_arena:
-            copy_pages(0, places, 0, rows, lengths)
+        rows, places, lengths = self._places(first + wanted, arena.addresses(slots[wanted]), pieces)
+        to, source = (places, rows) if to_arena else (rows, places)
+        if self._scattered is not None and self._scattered.mover is not None:
+            self._scattered.mover(to, source, np.asarray(lengths))
         else:
-            copy_pages(0, rows, 0, places, lengths)
+            copy_pages(0, to, 0, source, lengths)
         guard.release()
 
-    def _places(self, wanted: Offsets, slots: Offsets) -> tuple[Offsets, Offsets, Offsets | int]:
-        """Return where the pieces of the wanted rows lie here, where in the slots at those addresses, and their lengths."""
+    def _places(self, wanted: Offsets, slots: Offsets, chosen: slice) -> tuple[Offsets, Offsets, Offsets | int]:
+        """Return where the chosen pieces of the wanted rows lie here, where in the slots at those addresses, and their lengths."""
         if self._scattered is None:
             assert self._addresses is not None
             return self._addresses[wanted], slots, self._page_bytes
         pieces = self._scattered
-        rows = pieces.addresses[wanted]
-        places = slots[:, None] + pieces.offsets
-        return rows.ravel(), places.ravel(), np.broadcast_to(pieces.sizes, rows.shape).ravel()
+        rows = pieces.addresses[wanted][:, chosen]
+        places = slots[:, None] + pieces.offsets[chosen]
+        lengths = np.broadcast_to(pieces.sizes[chosen], rows.shape)
+        if pieces.mover is not None:
+            # One piece of all pages after the other: equal lengths at equal steps, which a device copies in one go.
+            rows, places, lengths = rows.T, places.T, lengths.T
+        return rows.ravel(), places.ravel(), lengths.ravel()
 
     def row_bytes(self, i: int) -> bytes:
         """Return the bytes of one row, for messages."""

@@ -15,11 +15,20 @@ MAX_PIECE_BYTES = 64 << 30
 
 REGISTER_PORTABLE = 0x01
 REGISTER_READ_ONLY = 0x08
+_MEMCPY_2D = (
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t),
+    *(ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p),
+)
+_MEMCPY_DEFAULT = 4  # the direction follows from the addresses
 _ATTR_READ_ONLY_SUPPORTED = 113  # cudaDevAttrHostRegisterReadOnlySupported
 
 
 class CudaUnavailable(RuntimeError):
     """The CUDA runtime cannot be used in this process; the message says why."""
+
+
+class CudaFailed(RuntimeError):
+    """A call of the CUDA runtime failed; the message has its words."""
 
 
 def pieces(size: int, stride: int, most: int = MAX_PIECE_BYTES) -> list[tuple[int, int]]:
@@ -57,6 +66,10 @@ class Runtime:
             self._lib.cudaGetErrorString.restype = ctypes.c_char_p
             self._lib.cudaHostRegister.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
             self._lib.cudaHostUnregister.argtypes = [ctypes.c_void_p]
+            # For calls that only enqueue: handing the GIL over beside a busy thread may cost 5 ms each.
+            self._enqueue = ctypes.PyDLL(name)
+            for lib in (self._lib, self._enqueue):
+                lib.cudaMemcpy2DAsync.argtypes = _MEMCPY_2D
         except (OSError, AttributeError) as error:
             raise CudaUnavailable(f"not available: {error}") from error
 
@@ -100,6 +113,21 @@ class Runtime:
                 return Registered((), f"cudaHostRegister of {part} bytes: {self._text(code)}")
             done.append((address + offset, part))
         return Registered(tuple(done))
+
+    def copy_rows(
+        self, to: tuple[int, int], source: tuple[int, int], width: int, rows: int, stream: int, *, pinned: bool
+    ) -> None:
+        """Copy `rows` rows of `width` bytes on a stream; `to` and `source` are `(address, bytes from row to row)`, each on the host or a device.
+
+        pinned: the host's side is registered, so that the call only enqueues. Otherwise it may wait for the copy, and lets other threads run.
+
+        :raises CudaFailed: where the runtime refuses.
+        """
+        lib = self._enqueue if pinned else self._lib
+        code = lib.cudaMemcpy2DAsync(to[0], to[1], source[0], source[1], width, rows, _MEMCPY_DEFAULT, stream)
+        if code:
+            self.clear()
+            raise CudaFailed(f"cudaMemcpy2DAsync of {rows} rows of {width} bytes: {self._text(code)}")
 
     def unregister(self, ranges: list[tuple[int, int]] | tuple[tuple[int, int], ...]) -> None:
         """Unregister ranges: before they are unmapped."""

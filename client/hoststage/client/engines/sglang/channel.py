@@ -34,11 +34,12 @@ _LOOKUP_KEYS = 4096
 class Channel:
     """One family's pages. Any number of threads may call; the daemon may come and go."""
 
-    def __init__(self, stack: StackSpec, settings: Settings, worker: str) -> None:
+    def __init__(self, stack: StackSpec, settings: Settings, worker: str, register: str = "never") -> None:
         self.stack = stack
         self.names = tuple(pool.name for pool in stack.pools)
         self._settings = settings
         self._worker = worker
+        self._register = register
         self._session: Session | None = None
         self._opening = threading.Lock()
         self._retry_after = _RETRY_FIRST
@@ -70,7 +71,7 @@ class Channel:
                     client="hoststage.sglang",
                     token=settings.token,
                     timeout=settings.connect_timeout,
-                    register="never",
+                    register=self._register,
                 )
             except HostStageError as error:
                 self._trouble = error
@@ -90,10 +91,14 @@ class Channel:
         if session is not None:
             session.close()
 
+    def _usable(self) -> Session:
+        """Return the session for a call. Raises what `open` raises."""
+        return self.open()
+
     def _attempt(self, what: str, call: Callable[[Session], _T], otherwise: _T) -> _T:
         """Do one thing with the daemon; `otherwise` where it cannot be done now."""
         try:
-            result = call(self.open())
+            result = call(self._usable())
         except HostStageError as error:
             if self._missed_calls == 0:
                 _log.warning(

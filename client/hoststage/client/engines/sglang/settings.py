@@ -1,4 +1,4 @@
-"""What an operator writes under `"hoststage"` in SGLang's `--hicache-storage-backend-extra-config`."""
+"""What an operator writes under `"hoststage"` in SGLang's `--hicache-storage-backend-extra-config`, or in the linker's `linker_extra_config`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ SECTION = "hoststage"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of the storage backend. Times in seconds.
+    """Settings of the storage backend and of the linker. Times in seconds.
 
     address: of the daemon, as in `hoststage.client.connect`. tenant: pages never meet across it. weights_revision, quantization, kv_scales: parts of
     the identity that SGLang's own configuration does not tell, or not well enough. modes: what is asked of the daemon, in order. slots: host slots a
     pool, both sides together; a pool that is not named is sized by the daemon. required: a daemon that is absent or refuses stops the launch;
-    otherwise the engine runs on without it, every lookup a miss.
+    otherwise the engine runs on without it, every lookup a miss. pin_seconds: how long the linker's lookups keep what they found from being evicted.
     """
 
     address: str | None = None
@@ -35,6 +35,7 @@ class Settings:
     lookup_timeout: float = 2.0
     load_timeout: float = 10.0
     store_timeout: float = 30.0
+    pin_seconds: float = 10.0
 
     @classmethod
     def of(cls, extra_config: Mapping[str, Any] | None) -> Settings:
@@ -58,7 +59,7 @@ def _value(name: str, value: Any) -> Any:
         return dict(_need(good, at, value, 'write pools and numbers, as {"kv": 4096}'))
     if name == "required":
         return _need(isinstance(value, bool), at, value, "write true or false")
-    if name.endswith("_timeout"):
+    if name.endswith(("_timeout", "_seconds")):
         good = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
         return float(_need(good, at, value, "write seconds greater than 0"))
     return _need(isinstance(value, str), at, value, "write text")

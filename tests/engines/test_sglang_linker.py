@@ -1,0 +1,463 @@
+"""The linker in SGLang's real UnifiedRadixCache, made by its own factory, over real device pools held on the CPU. Nothing is replaced.
+
+Run it with `"$(tools/engine_env.sh sglang)" -m pytest -m engines tests/engines`.
+"""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.engines
+
+pytest.importorskip("sglang.srt.mem_cache.unified_radix_cache", exc_type=ImportError)
+torch = pytest.importorskip("torch")
+
+from hoststage.client import DaemonUnavailable, Role, StackError  # noqa: E402
+from tests.engines import linker_support as ls  # noqa: E402
+from tests.integration.daemon import Daemon, eventually  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Daemon]:
+    with tempfile.TemporaryDirectory(prefix="hs") as folder:
+        daemon = Daemon(Path(folder), budget="512MiB").start()
+        yield daemon
+        daemon.kill()
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("gloo") / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def engines(group: Any) -> Iterator[Callable[..., ls.LinkedEngine]]:
+    opened: list[ls.LinkedEngine] = []
+
+    def start(address: str, kind: str, **given: Any) -> ls.LinkedEngine:
+        opened.append(ls.LinkedEngine(address, kind, group, **given))
+        return opened[-1]
+
+    yield start
+    for engine in reversed(opened):
+        engine.close()
+
+
+def _tokens(first: int, pages: int = ls.PAGES) -> array:
+    return array("q", range(first, first + pages * ls.PAGE))
+
+
+@pytest.mark.parametrize("kind", ls.KINDS)
+def test_what_was_evicted_from_the_device_comes_back_byte_for_byte(
+    node: Daemon, engines: Callable[..., ls.LinkedEngine], kind: str
+) -> None:
+    engine = engines(node.address, kind)
+    tokens = _tokens(1000)
+    wanted = engine.store(tokens, 1)
+    engine.evict()
+    assert engine.match(tokens).device_prefix_len == 0
+    engine.fill(2)
+    rows, _ = engine.load(tokens)
+    assert ls.same(wanted, rows)
+
+
+@pytest.mark.parametrize("kind", ["mha", "swa"])
+def test_a_tail_behind_what_the_device_still_has_is_loaded(
+    node: Daemon, engines: Callable[..., ls.LinkedEngine], kind: str
+) -> None:
+    engine = engines(node.address, kind)
+    tokens = _tokens(3000)
+    wanted = engine.store(tokens, 3)
+    engine.evict()
+    engine.fill(4)
+    half = tokens[: 5 * ls.PAGE]
+    engine.load(half, "first")
+    at = engine.loaded["first"]
+    engine.tree.insert(ls.InsertParams(key=ls.RadixKey(half), value=at))
+    req = engine.request(tokens, "second")
+    assert (req.prefix_len, req.host_hit_length) == (len(half), len(tokens) - len(half))
+    tail = engine.admit(req)
+    assert engine.forward([req]) == []
+    assert ls.same(wanted, engine.rows(torch.cat([at, tail])))
+
+
+def test_every_length_at_which_all_pools_can_be_restored_is_answered_and_no_other(
+    node: Daemon, engines: Callable[..., ls.LinkedEngine]
+) -> None:
+    engine = engines(node.address, "mamba")
+    tokens = _tokens(5000)
+    for pages in (4, 7):
+        engine.store(tokens[: pages * ls.PAGE], 5)
+    # There is a state after 4 and after 7 pages; full pages alone restore nothing.
+    assert engine.lengths(tokens) == [4, 7]
+    engine.evict()
+    rows, req = engine.load(tokens[: 6 * ls.PAGE])
+    assert req.host_hit_length == 4 * ls.PAGE
+    assert len(rows[0]) == 4 * ls.PAGE
+    assert engines(node.address, "mha").lengths(tokens) == []
+
+
+def test_a_window_is_asked_for_at_every_length(node: Daemon, engines: Callable[..., ls.LinkedEngine]) -> None:
+    engine = engines(node.address, "swa")
+    tokens = _tokens(6000)
+    engine.store(tokens, 6)
+    assert engine.lengths(tokens) == list(range(1, ls.PAGES + 1))
+    # The store has the window of tokens after 10 pages, and of no other run of tokens.
+    assert engine.lengths(array("q", [7, *tokens])) == []
+
+
+@pytest.mark.parametrize("kind", ls.KINDS)
+def test_an_offload_is_one_commit_over_all_pools(
+    node: Daemon, engines: Callable[..., ls.LinkedEngine], kind: str
+) -> None:
+    engine = engines(node.address, kind)
+    before = _counters(node, "commit")
+    engine.insert(_tokens(8000), 7)
+    # With a window the tree makes two nodes of it: one that has the window, and what lies before.
+    offloads = len(engine.tree.linker.pending_offloads)
+    engine.settle()
+    after = _counters(node, "commit")
+    assert after["accepted"] - before.get("accepted", 0) == offloads == engine.linker.offloader.stored
+    assert sum(after.values()) - sum(before.values()) == offloads
+
+
+def _counters(node: Daemon, name: str) -> dict[str, int]:
+    return {c["label"]: c["value"] for c in node.status()["counters"] if c["name"] == name}
+
+
+@pytest.mark.parametrize("kind", ls.KINDS)
+def test_another_engine_finds_what_the_first_one_stored_after_both_and_the_daemon_were_restarted(
+    engines: Callable[..., ls.LinkedEngine], group: Any, kind: str
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="hs") as folder:
+        daemon = Daemon(Path(folder), budget="256MiB").start()
+        tokens = _tokens(1000)
+        first = ls.LinkedEngine(daemon.address, kind, group)
+        wanted = first.store(tokens, 8)
+        first.close()
+        other = engines(daemon.address, kind)
+        daemon.stop()
+        daemon.start()
+        try:
+            other.until(lambda: other.linker.channel.session.connected)
+            assert ls.same(wanted, other.load(tokens)[0])
+            assert other.linker.channel.session.reconnects == 1
+        finally:
+            daemon.kill()
+
+
+# -------------------------------------------------------------- a daemon that dies
+
+
+def test_a_daemon_killed_during_a_load_fails_these_requests_and_no_others_and_all_recovers(
+    engines: Callable[..., ls.LinkedEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="hs") as folder:
+        daemon = Daemon(Path(folder), budget="256MiB").start()
+        engine = engines(daemon.address, "swa")
+        tokens, others = _tokens(1000), _tokens(9000, 3)
+        wanted = engine.store(tokens, 9)
+        engine.evict()
+        loading, fresh = engine.request(tokens, "loading"), engine.request(others, "fresh")
+        assert engine.admit(loading) is not None
+        assert fresh.host_hit_length == 0
+        daemon.process.send_signal(signal.SIGSTOP)
+        index = engine.tree.ready_to_load_host_cache()
+        daemon.kill()
+        engine.linker.layer_done_counter.set_consumer(index)
+        for layer in range(ls.LAYERS):
+            engine.linker.layer_done_counter.wait_until(layer)
+        assert engine.tree.finish_external_linker_loads([loading, fresh]) == [loading]
+        assert loading.discard_output_reason.status_code == 503
+        assert fresh.discard_output_reason is None
+        engine.free(loading)
+
+        # Later lookups miss, backups are dropped and counted, and none of it takes long.
+        started = time.monotonic()
+        for i in range(20):
+            assert engine.request(tokens, f"later{i}").host_hit_length == 0
+            engine.insert(_tokens(20_000 + 100 * i, 1), i)
+        engine.settle()
+        assert engine.linker.offloader.dropped == 20
+        assert time.monotonic() - started < 10
+        troubles = [r for r in caplog.records if "hoststage cannot" in r.getMessage()]
+        assert len(troubles) == 1
+
+        daemon.start()
+        engine.until(lambda: engine.linker.channel.session.connected)
+        engine.evict()
+        engine.fill(10)
+        assert ls.same(wanted, engine.load(tokens, "again")[0])
+        assert len([r for r in caplog.records if "serves kv+swa again" in r.getMessage()]) == 1
+        stored = engine.linker.offloader.stored
+        engine.store(_tokens(40_000), 11)
+        assert engine.linker.offloader.stored > stored
+        daemon.kill()
+
+
+def test_a_daemon_killed_between_lookup_and_load_fails_that_request_alone(
+    engines: Callable[..., ls.LinkedEngine],
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="hs") as folder:
+        daemon = Daemon(Path(folder), budget="256MiB").start()
+        engine = engines(daemon.address, "mha")
+        tokens = _tokens(1000)
+        engine.store(tokens, 12)
+        engine.evict()
+        req = engine.request(tokens)
+        daemon.kill()
+        assert engine.admit(req) is not None
+        assert engine.forward([req]) == [req]
+        # A batch without loads has none that could fail.
+        assert engine.forward([req]) == []
+
+
+def test_a_stopped_daemon_makes_the_scheduler_wait_once_and_not_at_every_lookup(
+    engines: Callable[..., ls.LinkedEngine],
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="hs") as folder:
+        daemon = Daemon(Path(folder), budget="256MiB").start()
+        engine = engines(daemon.address, "mha", lookup_timeout=0.5)
+        tokens = _tokens(1000)
+        engine.store(tokens, 13)
+        engine.evict()
+        daemon.process.send_signal(signal.SIGSTOP)
+        started = time.monotonic()
+        assert not any(engine.request(tokens, f"r{i}").host_hit_length for i in range(50))
+        # 50 lookups that each waited would take 25 seconds.
+        assert time.monotonic() - started < 10
+        daemon.process.send_signal(signal.SIGCONT)
+        engine.until(lambda: engine.request(tokens).host_hit_length == len(tokens))
+        daemon.kill()
+
+
+def test_without_a_daemon_the_engine_runs_and_uses_it_once_it_is_there(engines: Callable[..., ls.LinkedEngine]) -> None:
+    with tempfile.TemporaryDirectory(prefix="hs") as folder:
+        daemon = Daemon(Path(folder), budget="256MiB")
+        engine = engines(daemon.address, "mha")
+        tokens = _tokens(1000)
+        assert engine.request(tokens).host_hit_length == 0
+        engine.insert(tokens, 14)
+        engine.settle()
+        assert engine.linker.offloader.dropped == 1
+        daemon.start()
+
+        def served() -> bool:
+            engine.request(_tokens(2000), "ask")
+            return engine.linker.channel.session is not None
+
+        engine.until(served)
+        wanted = engine.store(_tokens(3000), 15)
+        engine.evict()
+        assert ls.same(wanted, engine.load(_tokens(3000))[0])
+        daemon.kill()
+
+
+def test_an_absent_daemon_that_is_required_stops_the_engine(group: Any, tmp_path: Path) -> None:
+    with pytest.raises(DaemonUnavailable):
+        ls.LinkedEngine(f"unix://{tmp_path}/nobody.sock", "mha", group, required=True)
+
+
+# -------------------------------------------------------------- pins
+
+
+@pytest.fixture(scope="module")
+def resident() -> Iterator[Daemon]:
+    """A daemon without a store: a page that is evicted is gone."""
+    with tempfile.TemporaryDirectory(prefix="hs") as folder:
+        daemon = Daemon(Path(folder), budget="256MiB", store="none").start()
+        yield daemon
+        daemon.kill()
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_what_a_lookup_found_cannot_go_before_its_load_whatever_others_store(
+    resident: Daemon, engines: Callable[..., ls.LinkedEngine], pinned: bool
+) -> None:
+    given: dict[str, Any] = {"modes": ["cache"], "slots": {"kv": 96}, "tenant": f"pins-{pinned}"}
+    engine, other = engines(resident.address, "mha", **given), engines(resident.address, "mha", **given)
+    tokens = _tokens(1000)
+    wanted = engine.store(tokens, 16)
+    engine.evict()
+    engine.fill(17)
+    req = engine.request(tokens)
+    assert req.host_hit_length == len(tokens)
+    if not pinned:
+        # So that the test can fail: the same pressure, and nothing that holds the pages.
+        engine.linker.pins.drop(req.rid)
+    for i in range(12):
+        other.store(_tokens(50_000 + 1000 * i), i)
+        other.evict()
+    at = engine.admit(req)
+    assert at is not None
+    failed = engine.forward([req])
+    assert failed == ([] if pinned else [req])
+    if pinned:
+        assert ls.same(wanted, engine.rows(at))
+
+
+def test_pins_are_given_up_by_cancelling_by_a_later_lookup_and_by_their_load(
+    node: Daemon, engines: Callable[..., ls.LinkedEngine]
+) -> None:
+    engine = engines(node.address, "mha", tenant="pins")
+    tokens = _tokens(1000)
+    engine.store(tokens, 18)
+    engine.evict()
+    assert _leases(node) == 0
+    req = engine.request(tokens)
+    assert _leases(node) == ls.PAGES
+    engine.request(tokens)
+    assert _leases(node) == ls.PAGES, "asking again holds nothing twice"
+    engine.request(tokens[: 4 * ls.PAGE], req.rid)
+    eventually(lambda: _leases(node) == 4)
+    req = engine.request(tokens)
+    assert engine.admit(req) is not None
+    engine.tree.release_aborted_request(req.cache_request_handle)
+    eventually(lambda: _leases(node) == 0)
+    assert engine.forward([req]) == []
+    engine.load(tokens, "loaded")
+    eventually(lambda: _leases(node) == 0)
+    engine.request(tokens, "waits")
+    engine.linker.reset()
+    eventually(lambda: _leases(node) == 0)
+
+
+def test_a_pin_that_nobody_uses_expires(node: Daemon, engines: Callable[..., ls.LinkedEngine]) -> None:
+    engine = engines(node.address, "mha", tenant="expiry", pin_seconds=0.5)
+    tokens = _tokens(1000)
+    engine.store(tokens, 19)
+    engine.evict()
+    engine.request(tokens, "gone")
+    assert _leases(node) == ls.PAGES
+    eventually(lambda: _leases(node) == 0)
+    assert engine.request(tokens, "later").host_hit_length == len(tokens)
+
+
+def _leases(node: Daemon) -> int:
+    line = next(line for line in node.get("/metrics").splitlines() if line.startswith("hoststage_read_leases "))
+    return int(float(line.split()[1]))
+
+
+def test_where_not_all_can_be_pinned_a_shorter_prefix_is_answered(
+    node: Daemon, engines: Callable[..., ls.LinkedEngine]
+) -> None:
+    engine = engines(node.address, "mha", tenant="small", slots={"kv": 16})
+    tokens = _tokens(1000)
+    wanted = engine.store(tokens, 20)
+    engine.evict()
+    engine.fill(21)
+    rows, req = engine.load(tokens)
+    assert 0 < req.host_hit_length < len(tokens)
+    assert ls.same([row[: req.host_hit_length] for row in wanted], rows)
+
+
+def test_waiting_requests_make_way_for_the_one_that_is_asked_about(
+    node: Daemon, engines: Callable[..., ls.LinkedEngine]
+) -> None:
+    engine = engines(node.address, "mha", tenant="way", slots={"kv": 48})
+    runs = [_tokens(1000 * i, 8) for i in range(1, 7)]
+    for i, run in enumerate(runs):
+        wanted = engine.store(run, i)
+        engine.evict()
+    # In one turn: there is room for some, and these keep it.
+    hits = [engine.request(run, f"w{i}").host_hit_length for i, run in enumerate(runs)]
+    assert hits[0] == len(runs[0])
+    assert hits[-1] < len(runs[-1])
+    again = [engine.request(run, f"w{i}").host_hit_length for i, run in enumerate(runs)]
+    assert again[0] == len(runs[0])
+    time.sleep(0.2)
+    rows, req = engine.load(runs[-1], "w5")
+    assert req.host_hit_length == len(runs[-1])
+    assert ls.same(wanted, rows)
+
+
+# -------------------------------------------------------------- batches, order, reset
+
+
+def test_a_batch_of_loads_comes_in_one_pass_and_a_cancelled_one_is_left_out(
+    node: Daemon, engines: Callable[..., ls.LinkedEngine]
+) -> None:
+    engine = engines(node.address, "mha", tenant="batch")
+    runs = [_tokens(1000 * i, 4) for i in range(1, 4)]
+    wanted = [engine.store(run, 30 + i) for i, run in enumerate(runs)]
+    engine.evict()
+    engine.fill(33)
+    reqs = [engine.request(run, f"b{i}") for i, run in enumerate(runs)]
+    places = [engine.admit(req) for req in reqs]
+    engine.tree.release_aborted_request(reqs[1].cache_request_handle)
+    assert engine.forward(reqs) == []
+    for i in (0, 2):
+        assert ls.same(wanted[i], engine.rows(places[i]))
+    assert not ls.same(wanted[1], engine.rows(places[1]))
+
+
+def test_results_of_offloads_come_in_order_and_a_reset_forgets_them(
+    node: Daemon, engines: Callable[..., ls.LinkedEngine]
+) -> None:
+    engine = engines(node.address, "mha", tenant="order")
+    for i in range(4):
+        engine.insert(_tokens(1000 * i, 2), i)
+    eventually(lambda: engine.linker.num_completed_offloads() == 4)
+    assert [engine.linker.pop_completed_offload() for _ in range(2)] == [True, True]
+    engine.linker.reset()
+    assert engine.linker.num_completed_offloads() == 0
+    engine.tree.linker._release_pending_offloads()
+    engine.store(_tokens(9000, 2), 5)
+
+
+def test_a_flush_forgets_the_tree_and_not_the_store(node: Daemon, engines: Callable[..., ls.LinkedEngine]) -> None:
+    engine = engines(node.address, "swa", tenant="flush")
+    tokens = _tokens(1000)
+    wanted = engine.store(tokens, 22)
+    engine.tree.reset()
+    engine.allocator.clear()
+    engine.fill(23)
+    assert ls.same(wanted, engine.load(tokens)[0])
+
+
+# -------------------------------------------------------------- decode workers
+
+
+@pytest.mark.parametrize("kind", ["mha", "swa"])
+def test_a_decode_worker_offloads_and_a_prefill_worker_loads_it(
+    node: Daemon, engines: Callable[..., ls.LinkedEngine], kind: str
+) -> None:
+    tokens = _tokens(1000)
+    decode = ls.LinkedEngine(
+        node.address, kind, torch.distributed.group.WORLD, disaggregation_mode="decode", tenant=f"pd-{kind}"
+    )
+    assert decode.linker.channel.session.stack.role is Role.DECODE
+    wanted = decode.store(tokens, 24)
+    decode.evict()
+    # SGLang's decode workers have no way to load back; they get their pages from the prefill worker.
+    assert decode.request(tokens).host_hit_length == 0
+    decode.close()
+    prefill = engines(node.address, kind, disaggregation_mode="prefill", tenant=f"pd-{kind}")
+    assert ls.same(wanted, prefill.load(tokens)[0])
+
+
+# -------------------------------------------------------------- what is not served
+
+
+def test_a_layout_that_is_not_served_is_refused_by_name(
+    node: Daemon, group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
+    with pytest.raises(StackError, match="NHD"):
+        ls.LinkedEngine(node.address, "mha", group)
+
+
+def test_a_setting_that_does_not_exist_is_refused(node: Daemon, group: Any) -> None:
+    with pytest.raises(StackError, match=r"hoststage\.pins"):
+        ls.LinkedEngine(node.address, "mha", group, pins=3)
