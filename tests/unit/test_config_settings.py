@@ -77,6 +77,7 @@ def test_everything_that_is_wrong_is_said_at_once_with_its_source(tmp_path):
         ({"store.low_watermark": "0.99"}, ["store", "low_watermark", "high_watermark"]),
         ({"auth.token": "a", "auth.token_file": "/x"}, ["auth", "token_file"]),
         ({"listen.tcp": "0.0.0.0:9000"}, ["listen.tcp = 0.0.0.0:9000 (from a flag): ", "Set auth.token_file."]),
+        ({"listen.data_tcp": "127.0.0.1:9001"}, ["listen.data_tcp = 127.0.0.1:9001", "listen.tcp, which is empty"]),
         ({"staging.max_message": "5"}, ["staging.max_message = 5", 'its default is "64MiB"']),
         ({"listen.socket_mode": "rw"}, ["listen.socket_mode", "rw"]),
         ({"memory.budget": "-1"}, ["memory.budget", "-1"]),

@@ -233,6 +233,8 @@ class Core:
         """In a forked child: drop the inherited descriptors."""
         if self._link.lane is not None:
             self._link.lane.disown()
+        if self._link.data is not None:
+            self._link.data.disown()
 
 
 def _weakly(method: weakref.WeakMethod[Callable[[Link, Message], None]]) -> Callable[[Link, Message], None]:

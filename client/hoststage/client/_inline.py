@@ -1,17 +1,21 @@
-"""Pages as bytes in messages, for clients that share no memory with the daemon."""
+"""Pages as bytes, for clients that share no memory with the daemon: on a data connection where there is one, else in messages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
+from hoststage.client._data import DataConnection
 from hoststage.client._link import Link
 from hoststage.client._pages import PageRows, Piece
 from hoststage.client._wire import SHARE_OF_DEADLINE, Deadline, Message, Waiter
-from hoststage.client.errors import DaemonUnavailable, HostStageError
-from hoststage.v1 import convert, ops
+from hoststage.client.errors import DaemonUnavailable, HostStageError, SessionLost
+from hoststage.v1 import convert, data, lane, ops
 from hoststage.v1 import hoststage_pb2 as pb
-from hoststage.v1.ops import Outcome
+from hoststage.v1.ops import NO_SLOT, Outcome
 
 
 class Part(Protocol):
@@ -26,24 +30,148 @@ def inline_store(
     link: Link, part: Part, span: ops.Span, piece: Piece, rows: Mapping[int, PageRows], deadline: Deadline
 ) -> bool:
     """Send one commit with its bytes; returns whether the next one may follow."""
-    waiter = Waiter()
     try:
-        messages = _messages(link, span, piece, rows, deadline)
-        link.start(
-            pb.ClientMessage(inline_store=next(messages)),
-            waiter,
-            deadline,
-            lambda request: link.commits.__setitem__(request, part),
-            link.stream,
-        )
-        for message in messages:
-            if waiter.done:
-                break  # refused before it was whole
-            link.stream.send(pb.ClientMessage(inline_store=message), waiter.request_id, deadline)
-        reply = link.expect(link.finish(waiter, deadline, "inline store", link.stream), ops.CommitReply)
+        if link.data is not None:
+            with link.data.borrow(deadline, "inline store") as connection:
+                if connection is not None:
+                    return _store_raw(link, connection, part, span, piece, rows, deadline)
+        return _store_in_messages(link, part, span, piece, rows, deadline)
     except HostStageError as error:
         part.lose(error)
         raise
+
+
+# ------------------------------------------------------------------ on a data connection
+
+
+def _store_raw(
+    link: Link,
+    connection: DataConnection,
+    part: Part,
+    span: ops.Span,
+    piece: Piece,
+    rows: Mapping[int, PageRows],
+    deadline: Deadline,
+) -> bool:
+    request_id = link.router.next_id()
+    # What becomes of the commit is pushed on the stream, perhaps before its answer is here.
+    link.commits[request_id] = part
+    taken = False
+    try:
+        wait_ms = max(1, int(deadline.left_ms * SHARE_OF_DEADLINE))
+        granted = connection.ask(ops.Reserve(span, wait_ms), request_id, ops.ReserveReply)
+        outcome, detail = granted.outcome, granted.detail
+        if outcome is Outcome.ACCEPTED:
+            views = _wanted(granted, piece, rows)
+            announced = data.pages(request_id, sum(map(len, views)))
+            connection.send([announced, *views])
+            reply = connection.answer(request_id, ops.CommitReply)
+            outcome, detail = reply.outcome, reply.detail
+        connection.settled = True
+        taken = outcome is Outcome.ACCEPTED
+    finally:
+        if not taken:
+            link.commits.pop(request_id, None)
+    if not taken:
+        part.refuse(outcome, detail)
+    return taken or outcome is Outcome.BELIEVED_STORED
+
+
+def _wanted(granted: ops.ReserveReply, piece: Piece, rows: Mapping[int, PageRows]) -> list[memoryview]:
+    """Return the bytes of the pages that were given a slot, in the order of the ranges."""
+    out: list[memoryview] = []
+    if [(e.pool, len(e.slots)) for e in granted.slots] != [(p.pool, p.count) for p in piece.parts]:
+        raise DaemonUnavailable("the daemon granted slots for other pages than were to be stored")
+    for p, entry in zip(piece.parts, granted.slots, strict=True):
+        source = rows[p.pool]
+        wanted = (p.row + np.flatnonzero(entry.slots != NO_SLOT)).tolist()
+        if source.on_host:
+            out += source.views(wanted)
+        else:
+            out += [memoryview(source.row_bytes(row)) for row in wanted]
+    return out
+
+
+@dataclass(slots=True)
+class InlineLoaded:
+    """What a load brought, by pool and place in the prefix. What went to the caller's memory has an empty view here."""
+
+    outcome: Outcome
+    prefix: int = 0
+    text: str = ""
+    pages: dict[tuple[int, int], memoryview] = field(default_factory=dict)
+
+
+def load_raw(
+    link: Link,
+    connection: DataConnection,
+    message: ops.Load,
+    page_bytes: Sequence[int],
+    targets: Mapping[int, PageRows],
+    check: Callable[[Mapping[int, int]], None],
+) -> InlineLoaded:
+    """Load by a data connection, into `targets` where there are any.
+
+    check: told how many pages of each pool come, before anything is written; what it raises ends the load. Where the load breaks off
+    half-way the targets hold part of it.
+    """
+    request_id = link.router.next_id()
+    reply = connection.ask(message, request_id, ops.LoadReply)
+    loaded = InlineLoaded(reply.outcome, reply.prefix, reply.detail)
+    if reply.outcome is not Outcome.READY:
+        connection.settled = True
+        return loaded
+    counts: dict[int, int] = {}
+    for r in reply.ranges:
+        counts[r.pool] = counts.get(r.pool, 0) + r.count
+    check(counts)
+    due = sum(n * page_bytes[pool] for pool, n in counts.items())
+    if (announced := data.pages_bytes(connection.expect(request_id, data.Op.PAGES))) != due:
+        raise lane.FrameError(f"{announced} bytes are announced for pages of {due}")
+    views: list[memoryview] = []
+    at = dict.fromkeys(counts, 0)
+    late: list[tuple[PageRows, int, memoryview]] = []
+    for r in reply.ranges:
+        target, places = targets.get(r.pool), range(r.first, r.first + r.count)
+        if target is not None and target.on_host:
+            views += target.views(range(at[r.pool], at[r.pool] + r.count))
+            loaded.pages.update({(r.pool, place): memoryview(b"") for place in places})
+        else:
+            fresh = np.empty((r.count, page_bytes[r.pool]), dtype=np.uint8)
+            views.append(fresh.reshape(-1).data)
+            loaded.pages.update({(r.pool, place): fresh[i].data for i, place in enumerate(places)})
+            if target is not None:
+                late += [(target, at[r.pool] + i, fresh[i].data) for i in range(r.count)]
+        at[r.pool] += r.count
+    connection.receive(views)
+    if not data.is_whole(connection.expect(request_id, data.Op.SENT)):
+        raise SessionLost("the session ended while its pages were on their way")
+    connection.settled = True
+    for target, row, page in late:
+        target.fill_row(row, page)
+    return loaded
+
+
+# ------------------------------------------------------------------ in messages
+
+
+def _store_in_messages(
+    link: Link, part: Part, span: ops.Span, piece: Piece, rows: Mapping[int, PageRows], deadline: Deadline
+) -> bool:
+    waiter = Waiter()
+    messages = _messages(link, span, piece, rows, deadline)
+    link.start(
+        pb.ClientMessage(inline_store=next(messages)),
+        waiter,
+        deadline,
+        lambda request: link.commits.__setitem__(request, part),
+        link.stream,
+    )
+    for message in messages:
+        if waiter.done:
+            break  # refused before it was whole
+        link.stream.send(pb.ClientMessage(inline_store=message), waiter.request_id, deadline)
+    reply = link.expect(link.finish(waiter, deadline, "inline store", link.stream), ops.CommitReply)
     if reply.outcome is Outcome.ACCEPTED:
         return True
     link.commits.pop(waiter.request_id, None)

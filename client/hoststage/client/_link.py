@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 from hoststage.client import cuda
 from hoststage.client._arenas import Arena, Arenas, fetch
 from hoststage.client._credits import Credits, real_pairs, slots_of
+from hoststage.client._data import DataConnections, data_place
 from hoststage.client._lane import Lane
 from hoststage.client._stream import Stream
 from hoststage.client._wire import Deadline, Message, Request, Router, Waiter, park
@@ -24,7 +25,7 @@ from hoststage.v1 import hoststage_pb2 as pb
 from hoststage.v1 import ops
 from hoststage.v1.convert import slots_from_proto, slots_to_proto
 
-FEATURES = ("lane", "inline", "imported", "pins", "holds", "whole_arenas", "credits")
+FEATURES = ("lane", "inline", "imported", "data", "pins", "holds", "whole_arenas", "credits")
 _UNANSWERED = ("release", "revoke_ack")
 _M = TypeVar("_M")
 
@@ -108,6 +109,7 @@ class Link:
         self.router = Router(self._pushed, self._lost)
         self.stream = Stream(options.address, self.router)
         self.lane: Lane | None = None
+        self.data: DataConnections | None = None
         self.arenas = Arenas()
         self.registration: cuda.Registration | None = None
         self.credits = Credits()
@@ -135,6 +137,9 @@ class Link:
             link.findings = findings_from(welcome.findings)
             if link.grant.path is not PayloadPath.INLINE:
                 link._attach(welcome, deadline)
+            elif (place := data_place(options.address, welcome)) is not None:
+                most = welcome.limits.max_data_connections
+                link.data = DataConnections(place, welcome.session, most, link._data_token, link.router)
             link._ask_credits(deadline)
         except BaseException:
             link.unmap()
@@ -154,6 +159,9 @@ class Link:
             self.registration = cuda.register_arenas(list(self.arenas), self.options.register)
         limit = welcome.limits.max_message_bytes or 64 << 20
         self.lane = Lane.attach(welcome.lane_socket, welcome.session, welcome.lane_token, self.router, limit, deadline)
+
+    def _data_token(self, deadline: Deadline) -> bytes:
+        return self.call(pb.ClientMessage(open_data=pb.OpenData()), pb.OpenDataReply, deadline).token
 
     def _ask_credits(self, deadline: Deadline) -> None:
         most = min(self.options.credits, self.welcome.limits.max_credits)
@@ -351,6 +359,8 @@ class Link:
     def close(self, reason: str = "the session was closed") -> None:
         """End the connection without a word; safe to repeat."""
         self.router.fail(reason)
+        if self.data is not None:
+            self.data.close()
         if self.lane is not None:
             self.lane.close(reason)
             self.lane.dispose()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 
 import numpy as np
 
 from hoststage.client._arenas import Arena
 from hoststage.client._core import Core
-from hoststage.client._inline import InlineLoading
+from hoststage.client._inline import InlineLoaded, InlineLoading, load_raw
 from hoststage.client._link import Link
 from hoststage.client._loadop import Extent, LoadOp
 from hoststage.client._pages import KeyRun, Keys, PageRows, Rows, ScatteredPages, pack_keys
@@ -107,7 +108,7 @@ class Loaded:
         return loaded
 
     @classmethod
-    def of_bytes(cls, names: Sequence[str], answers: InlineLoading) -> Loaded:
+    def of_bytes(cls, names: Sequence[str], answers: InlineLoading | InlineLoaded) -> Loaded:
         """Hand out pages that came as bytes."""
         loaded = cls(names, answers.prefix, answers.outcome, answers.text)
         if loaded:
@@ -313,9 +314,19 @@ def _load_inline(
     deadline: Deadline,
     names: Sequence[str],
 ) -> Loaded:
+    sizes = [pool.page_bytes for pool in core.options.stack.pools]
+    if link.data is not None:
+        with link.data.borrow(deadline, "inline load") as connection:
+            if connection is not None:
+                message = request.message(link, deadline)
+                check = partial(_check_rows, names, targets)
+                loaded = Loaded.of_bytes(names, load_raw(link, connection, message, sizes, targets, check))
+                if targets:
+                    loaded.release()
+                return loaded
     wire = convert.to_proto(request.message(link, deadline), 0)
     assert isinstance(wire, pb.ClientMessage)
-    answers = InlineLoading([pool.page_bytes for pool in core.options.stack.pools])
+    answers = InlineLoading(sizes)
     link.start(pb.ClientMessage(inline_load=pb.InlineLoad(load=wire.load)), answers, deadline, over=link.stream)
     link.finish(answers, deadline, "inline load", link.stream)
     loaded = Loaded.of_bytes(names, answers)

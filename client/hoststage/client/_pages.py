@@ -219,6 +219,25 @@ class PageRows:
             rows, places, lengths = rows.T, places.T, lengths.T
         return rows.ravel(), places.ravel(), lengths.ravel()
 
+    @property
+    def on_host(self) -> bool:
+        """Whether the rows are memory of this process, and not a device's."""
+        return not self._tensors
+
+    def views(self, rows: Sequence[int]) -> list[memoryview]:
+        """Return the bytes of host rows as they follow each other, rows that are adjacent in memory in one view.
+
+        Valid while the rows are; writable whatever the caller's memory is, so only for rows that were checked for what is done with them.
+        """
+        wanted = np.asarray(rows, dtype=np.int64)
+        if not len(wanted):
+            return []
+        at, _, lengths = self._places(wanted, np.zeros(len(wanted), dtype=np.int64))
+        sizes = np.broadcast_to(np.asarray(lengths, dtype=np.int64), at.shape)
+        starts = np.flatnonzero(np.concatenate(([True], at[1:] != at[:-1] + sizes[:-1])))
+        runs = zip(at[starts].tolist(), np.add.reduceat(sizes, starts).tolist(), strict=True)
+        return [memoryview((ctypes.c_char * size).from_address(address)).cast("B") for address, size in runs]
+
     def row_bytes(self, i: int) -> bytes:
         """Return the bytes of one row, for messages."""
         if self._tensors:

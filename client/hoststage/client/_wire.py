@@ -156,6 +156,13 @@ class Router:
         waiter.request_id = request_id
         return request_id
 
+    def next_id(self) -> int:
+        """Return the id of a request that goes another way than by the transport. Raises as `register`."""
+        with self._mutex:
+            if self.lost is not None:
+                raise SessionLost(str(self.lost))
+            return next(self._ids)
+
     def drop(self, waiter: Waiter) -> None:
         """Forget a request that was never sent."""
         with self._mutex:

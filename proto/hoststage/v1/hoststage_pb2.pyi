@@ -191,6 +191,7 @@ class ClientMessage(_message.Message):
     IMPORTED_LOAD_FIELD_NUMBER: _builtins.int
     DROP_IMPORT_FIELD_NUMBER: _builtins.int
     BUDGET_FIELD_NUMBER: _builtins.int
+    OPEN_DATA_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Chosen by the client, unique among its open requests, not 0. The reply carries it back."""
     @_builtins.property
@@ -245,6 +246,8 @@ class ClientMessage(_message.Message):
     def drop_import(self) -> Global___DropImport: ...
     @_builtins.property
     def budget(self) -> Global___Budget: ...
+    @_builtins.property
+    def open_data(self) -> Global___OpenData: ...
     def __init__(
         self,
         *,
@@ -273,12 +276,13 @@ class ClientMessage(_message.Message):
         imported_load: Global___ImportedLoad | None = ...,
         drop_import: Global___DropImport | None = ...,
         budget: Global___Budget | None = ...,
+        open_data: Global___OpenData | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "body", b"body", "budget", b"budget", "cancel_load", b"cancel_load", "commit", b"commit", "discard", b"discard", "drop_import", b"drop_import", "goodbye", b"goodbye", "hello", b"hello", "hold", b"hold", "import_memory", b"import_memory", "imported_load", b"imported_load", "imported_store", b"imported_store", "inline_load", b"inline_load", "inline_store", b"inline_store", "lease_arena", b"lease_arena", "load", b"load", "lookup", b"lookup", "ping", b"ping", "release", b"release", "reserve", b"reserve", "restore", b"restore", "return_arena", b"return_arena", "revoke_ack", b"revoke_ack", "seal_hold", b"seal_hold"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "body", b"body", "budget", b"budget", "cancel_load", b"cancel_load", "commit", b"commit", "discard", b"discard", "drop_import", b"drop_import", "goodbye", b"goodbye", "hello", b"hello", "hold", b"hold", "import_memory", b"import_memory", "imported_load", b"imported_load", "imported_store", b"imported_store", "inline_load", b"inline_load", "inline_store", b"inline_store", "lease_arena", b"lease_arena", "load", b"load", "lookup", b"lookup", "open_data", b"open_data", "ping", b"ping", "release", b"release", "reserve", b"reserve", "restore", b"restore", "return_arena", b"return_arena", "revoke_ack", b"revoke_ack", "seal_hold", b"seal_hold"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "body", b"body", "budget", b"budget", "cancel_load", b"cancel_load", "commit", b"commit", "discard", b"discard", "drop_import", b"drop_import", "goodbye", b"goodbye", "hello", b"hello", "hold", b"hold", "import_memory", b"import_memory", "imported_load", b"imported_load", "imported_store", b"imported_store", "inline_load", b"inline_load", "inline_store", b"inline_store", "lease_arena", b"lease_arena", "load", b"load", "lookup", b"lookup", "ping", b"ping", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "restore", b"restore", "return_arena", b"return_arena", "revoke_ack", b"revoke_ack", "seal_hold", b"seal_hold"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "body", b"body", "budget", b"budget", "cancel_load", b"cancel_load", "commit", b"commit", "discard", b"discard", "drop_import", b"drop_import", "goodbye", b"goodbye", "hello", b"hello", "hold", b"hold", "import_memory", b"import_memory", "imported_load", b"imported_load", "imported_store", b"imported_store", "inline_load", b"inline_load", "inline_store", b"inline_store", "lease_arena", b"lease_arena", "load", b"load", "lookup", b"lookup", "open_data", b"open_data", "ping", b"ping", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "restore", b"restore", "return_arena", b"return_arena", "revoke_ack", b"revoke_ack", "seal_hold", b"seal_hold"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "reserve", "commit", "abort", "lookup", "load", "cancel_load", "release", "hold", "seal_hold", "restore", "discard", "revoke_ack", "lease_arena", "return_arena", "import_memory", "goodbye", "ping", "inline_store", "inline_load", "imported_store", "imported_load", "drop_import", "budget"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "reserve", "commit", "abort", "lookup", "load", "cancel_load", "release", "hold", "seal_hold", "restore", "discard", "revoke_ack", "lease_arena", "return_arena", "import_memory", "goodbye", "ping", "inline_store", "inline_load", "imported_store", "imported_load", "drop_import", "budget", "open_data"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -308,6 +312,7 @@ class ServerMessage(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     IMPORTED_LOAD_REPLY_FIELD_NUMBER: _builtins.int
     BUDGET_REPLY_FIELD_NUMBER: _builtins.int
+    OPEN_DATA_REPLY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Of the request answered; 0 for a pushed message."""
     @_builtins.property
@@ -356,6 +361,8 @@ class ServerMessage(_message.Message):
     def imported_load_reply(self) -> Global___ImportedLoadReply: ...
     @_builtins.property
     def budget_reply(self) -> Global___BudgetReply: ...
+    @_builtins.property
+    def open_data_reply(self) -> Global___OpenDataReply: ...
     def __init__(
         self,
         *,
@@ -379,12 +386,13 @@ class ServerMessage(_message.Message):
         draining: Global___Draining | None = ...,
         imported_load_reply: Global___ImportedLoadReply | None = ...,
         budget_reply: Global___BudgetReply | None = ...,
+        open_data_reply: Global___OpenDataReply | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "budget_reply", b"budget_reply", "commit_reply", b"commit_reply", "done", b"done", "draining", b"draining", "error", b"error", "hold_reply", b"hold_reply", "import_memory_reply", b"import_memory_reply", "imported_load_reply", b"imported_load_reply", "inline_pages", b"inline_pages", "lease_arena_reply", b"lease_arena_reply", "lease_revoked", b"lease_revoked", "load_ready", b"load_ready", "load_reply", b"load_reply", "lookup_reply", b"lookup_reply", "pong", b"pong", "reserve_reply", b"reserve_reply", "restore_reply", b"restore_reply", "stored", b"stored", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "budget_reply", b"budget_reply", "commit_reply", b"commit_reply", "done", b"done", "draining", b"draining", "error", b"error", "hold_reply", b"hold_reply", "import_memory_reply", b"import_memory_reply", "imported_load_reply", b"imported_load_reply", "inline_pages", b"inline_pages", "lease_arena_reply", b"lease_arena_reply", "lease_revoked", b"lease_revoked", "load_ready", b"load_ready", "load_reply", b"load_reply", "lookup_reply", b"lookup_reply", "open_data_reply", b"open_data_reply", "pong", b"pong", "reserve_reply", b"reserve_reply", "restore_reply", b"restore_reply", "stored", b"stored", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "budget_reply", b"budget_reply", "commit_reply", b"commit_reply", "done", b"done", "draining", b"draining", "error", b"error", "hold_reply", b"hold_reply", "import_memory_reply", b"import_memory_reply", "imported_load_reply", b"imported_load_reply", "inline_pages", b"inline_pages", "lease_arena_reply", b"lease_arena_reply", "lease_revoked", b"lease_revoked", "load_ready", b"load_ready", "load_reply", b"load_reply", "lookup_reply", b"lookup_reply", "pong", b"pong", "request_id", b"request_id", "reserve_reply", b"reserve_reply", "restore_reply", b"restore_reply", "stored", b"stored", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "budget_reply", b"budget_reply", "commit_reply", b"commit_reply", "done", b"done", "draining", b"draining", "error", b"error", "hold_reply", b"hold_reply", "import_memory_reply", b"import_memory_reply", "imported_load_reply", b"imported_load_reply", "inline_pages", b"inline_pages", "lease_arena_reply", b"lease_arena_reply", "lease_revoked", b"lease_revoked", "load_ready", b"load_ready", "load_reply", b"load_reply", "lookup_reply", b"lookup_reply", "open_data_reply", b"open_data_reply", "pong", b"pong", "request_id", b"request_id", "reserve_reply", b"reserve_reply", "restore_reply", b"restore_reply", "stored", b"stored", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "reserve_reply", "commit_reply", "done", "lookup_reply", "load_reply", "hold_reply", "restore_reply", "lease_arena_reply", "import_memory_reply", "pong", "inline_pages", "error", "stored", "load_ready", "lease_revoked", "draining", "imported_load_reply", "budget_reply"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "reserve_reply", "commit_reply", "done", "lookup_reply", "load_reply", "hold_reply", "restore_reply", "lease_arena_reply", "import_memory_reply", "pong", "inline_pages", "error", "stored", "load_ready", "lease_revoked", "draining", "imported_load_reply", "budget_reply", "open_data_reply"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -555,6 +563,8 @@ class Welcome(_message.Message):
     LANE_TOKEN_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     RESUME_TOKEN_FIELD_NUMBER: _builtins.int
+    DATA_SOCKET_FIELD_NUMBER: _builtins.int
+    DATA_PORT_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     server: _builtins.str
     boot_epoch: _builtins.bytes
@@ -566,6 +576,11 @@ class Welcome(_message.Message):
     lane_token: _builtins.bytes
     resume_token: _builtins.bytes
     """Secret of this session, 16 bytes; to be shown as `Hello.previous_token` by the session that replaces it."""
+    data_socket: _builtins.str
+    """For `inline`, where the daemon has data sockets: where a data connection may be opened (see OpenData). The path of a Unix socket for clients
+    that came over one, a TCP port of the host that the client already speaks to for those that came over TCP. Empty and 0: none.
+    """
+    data_port: _builtins.int
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -597,10 +612,12 @@ class Welcome(_message.Message):
         lane_token: _builtins.bytes = ...,
         limits: Global___Limits | None = ...,
         resume_token: _builtins.bytes = ...,
+        data_socket: _builtins.str = ...,
+        data_port: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arenas", b"arenas", "boot_epoch", b"boot_epoch", "fd_socket", b"fd_socket", "fd_token", b"fd_token", "features", b"features", "findings", b"findings", "grant", b"grant", "lane_socket", b"lane_socket", "lane_token", b"lane_token", "limits", b"limits", "protocol", b"protocol", "resume_token", b"resume_token", "server", b"server", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arenas", b"arenas", "boot_epoch", b"boot_epoch", "data_port", b"data_port", "data_socket", b"data_socket", "fd_socket", b"fd_socket", "fd_token", b"fd_token", "features", b"features", "findings", b"findings", "grant", b"grant", "lane_socket", b"lane_socket", "lane_token", b"lane_token", "limits", b"limits", "protocol", b"protocol", "resume_token", b"resume_token", "server", b"server", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -619,6 +636,7 @@ class Limits(_message.Message):
     MAX_OPEN_COMMITS_FIELD_NUMBER: _builtins.int
     MAX_PIN_MS_FIELD_NUMBER: _builtins.int
     MAX_CREDITS_FIELD_NUMBER: _builtins.int
+    MAX_DATA_CONNECTIONS_FIELD_NUMBER: _builtins.int
     max_span_keys: _builtins.int
     """Keys of one span."""
     max_message_bytes: _builtins.int
@@ -633,6 +651,8 @@ class Limits(_message.Message):
     """Longest life of a pin."""
     max_credits: _builtins.int
     """Write slots that may be held ahead, per pool."""
+    max_data_connections: _builtins.int
+    """Data connections."""
     def __init__(
         self,
         *,
@@ -643,10 +663,11 @@ class Limits(_message.Message):
         max_open_commits: _builtins.int = ...,
         max_pin_ms: _builtins.int = ...,
         max_credits: _builtins.int = ...,
+        max_data_connections: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_credits", b"max_credits", "max_message_bytes", b"max_message_bytes", "max_open_commits", b"max_open_commits", "max_open_requests", b"max_open_requests", "max_pin_ms", b"max_pin_ms", "max_read_leases", b"max_read_leases", "max_span_keys", b"max_span_keys"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_credits", b"max_credits", "max_data_connections", b"max_data_connections", "max_message_bytes", b"max_message_bytes", "max_open_commits", b"max_open_commits", "max_open_requests", b"max_open_requests", "max_pin_ms", b"max_pin_ms", "max_read_leases", b"max_read_leases", "max_span_keys", b"max_span_keys"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1929,3 +1950,40 @@ class InlinePages(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InlinePages: _TypeAlias = InlinePages  # noqa: Y015
+
+@_typing.final
+class OpenData(_message.Message):
+    """Ask for a data connection, on which pages travel as raw bytes beside the stream (docs/protocol.md). For sessions of the path `inline`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenData: _TypeAlias = OpenData  # noqa: Y015
+
+@_typing.final
+class OpenDataReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    token: _builtins.bytes
+    """Single-use, expires after ten seconds."""
+    def __init__(
+        self,
+        *,
+        token: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenDataReply: _TypeAlias = OpenDataReply  # noqa: Y015

@@ -196,7 +196,10 @@ def socket_folder(settings: Settings) -> Check:
     from hoststage.server.rpc.sockets import MAX_PATH_BYTES
 
     name, path = "socket folder", settings.listen.socket
-    longest = max((path, settings.listen.fd_path, settings.listen.lane_path), key=lambda p: len(os.fsencode(p)))
+    longest = max(
+        (path, settings.listen.fd_path, settings.listen.lane_path, settings.listen.data_path),
+        key=lambda p: len(os.fsencode(p)),
+    )
     if len(os.fsencode(longest)) > MAX_PATH_BYTES:
         return Check(name, Health.BAD, f"{longest} has more than {MAX_PATH_BYTES} bytes", "a shorter listen.socket")
     folder = Path(path).parent

@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from hoststage.server.memory.pool import ArenaPool
 from hoststage.server.rpc import sockets
 from hoststage.server.rpc.admin import AdminServicer
 from hoststage.server.rpc.connections import Connections, InlineLimits
+from hoststage.server.rpc.dataserver import DataServer
 from hoststage.server.rpc.fdsocket import FdSocketServer
 from hoststage.server.rpc.lane import lane_factory
 from hoststage.server.rpc.peers import PeerPolicy
@@ -85,6 +86,7 @@ def _wire_options(settings: Settings) -> WireOptions:
         server=f"hoststage {version()}",
         fd_path=settings.listen.fd_path,
         lane_path=settings.listen.lane_path,
+        data_path=settings.listen.data_path,
         token=_token(settings),
         max_message_bytes=s.max_message,
         max_open_requests=s.max_open_requests,
@@ -190,6 +192,7 @@ class Daemon:
         self._connections = Connections(self._service, policy, self._wire_metrics, limits)
         stack.callback(self._connections.close)
         await self._listen_local(loop, wire)
+        wire = replace(wire, data_port=self._listen_data(wire))
         await self._listen_grpc(wire)
         await self._listen_http()
         log.info(
@@ -267,6 +270,20 @@ class Daemon:
             backlog=sockets.BACKLOG,
         )
         self._stack.callback(server.close)
+
+    def _listen_data(self, wire: WireOptions) -> int:
+        """Listen for data connections; return the TCP port, 0 where there is none."""
+        server, port = DataServer(self._connections, wire.max_message_bytes), 0
+        self._stack.push_async_callback(server.stop)
+        server.listen(sockets.listen(wire.data_path, int(self._settings.listen.socket_mode, 8)))
+        self._stack.callback(sockets.remove, wire.data_path)
+        if where := self._settings.listen.data_tcp:
+            try:
+                port = server.listen_tcp(where)
+            except OSError as error:
+                raise StartError(f"cannot listen on listen.data_tcp {where}: {error}") from error
+        self._supervisor.run("data", server.serving)
+        return port
 
     async def _listen_grpc(self, wire: WireOptions) -> None:
         settings = self._settings

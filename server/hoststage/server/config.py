@@ -46,6 +46,12 @@ class Listen(Section):
     fd_socket: str = Field("", description="where descriptors cross; empty: beside `socket`, ending in -fd.sock")
     lane_socket: str = Field("", description="the local lane; empty: beside `socket`, ending in -lane.sock")
     tcp: Address = Field("", description="host:port for clients on other hosts (pages travel inline); empty: none")
+    data_socket: str = Field(
+        "", description="pages of inline sessions as raw bytes; empty: beside `socket`, ending in -data.sock"
+    )
+    data_tcp: Address = Field(
+        "", description="the same as host:port for clients of `tcp` (port 0: any free one); empty: they use the stream"
+    )
     socket_mode: str = Field("0660", description="permissions of the sockets, octal", pattern=r"^0?[0-7]{3}$")
 
     @property
@@ -55,6 +61,10 @@ class Listen(Section):
     @property
     def lane_path(self) -> str:
         return self.lane_socket or self._beside("lane")
+
+    @property
+    def data_path(self) -> str:
+        return self.data_socket or self._beside("data")
 
     def _beside(self, what: str) -> str:
         path = Path(self.socket)
@@ -181,6 +191,8 @@ class Settings(BaseSettings):
         host = self.listen.tcp.rpartition(":")[0].strip("[]")
         if host not in ("", "localhost", "127.0.0.1", "::1") and not (self.auth.token or self.auth.token_file):
             raise ValueError("listen.tcp: lets other hosts in without a token; set auth.token_file")
+        if self.listen.data_tcp and not self.listen.tcp:
+            raise ValueError("listen.data_tcp: serves clients of listen.tcp, which is empty; set that as well")
         return self
 
     layers: ClassVar[tuple[dict[str, Any], ...]] = ()

@@ -239,6 +239,42 @@ class ImportedMemory(Protocol):
 
     async def load(self, m: ImportedLoad) -> ImportedLoadReply:
         """Load pages into imported memory; nothing stays leased."""
+
+
+class PageMoves(Protocol):
+    """Pages between a session's slots and a socket, moved by a thread of the wire. Called on the loop alone.
+
+    Views come with the replies. While a thread uses them the session's memory stays, though the session may end; so whoever was
+    given views calls `filled` or `not_filled`, or `sent`, once no thread uses them any more, whatever happened.
+    """
+
+    def reserve(
+        self, op: ops.Reserve, request_id: int, reply: Callable[[ops.ReserveReply, list[memoryview]], None]
+    ) -> None:
+        """Reserve slots that the wire fills; their pages come with an ACCEPTED, in the order of the ranges, those without a slot left out.
+
+        Raises `RequestError` at once where it is malformed; else `reply` is called exactly once, now or later.
+        """
+        ...
+
+    def filled(self, span: ops.Span, slots: tuple[ops.PoolSlots, ...], request_id: int, reply: Reply) -> None:
+        """Commit what was reserved. Replies with a `CommitReply`; raises `RequestError` where the session is over."""
+        ...
+
+    def not_filled(self, slots: tuple[ops.PoolSlots, ...]) -> None:
+        """Give what was reserved back."""
+        ...
+
+    def load(self, op: ops.Load, reply: Callable[[ops.LoadReply, list[memoryview]], None]) -> int:
+        """Load pages, and reply once when the load has ended; with READY come its pages, in the order of the reply's ranges, leased until `sent`.
+
+        Returns the load's id, by which it may be cancelled. Raises `RequestError` at once where it is malformed; `reply` may be
+        called before this returns, and never is where the session ends first.
+        """
+        ...
+
+    def sent(self, load_id: int) -> bool:
+        """Let the pages go; return whether they were leased until now, and so cannot have changed under way."""
         ...
 
 
@@ -261,6 +297,9 @@ class LiveSession(Protocol):
 
     @property
     def pool_count(self) -> int: ...
+
+    @property
+    def moves(self) -> PageMoves: ...
 
     def page_bytes(self, pool: int) -> int:
         """Return the bytes of a page of the pool at that place of the stack."""

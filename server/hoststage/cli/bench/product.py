@@ -34,8 +34,8 @@ CALL_SECONDS = 120.0
 STAGING_BYTES = 16 << 20
 CLIENT_COPIES = {"store": 1.0, "load": 1.0, "views": 0.0, "lookup": 0.0}
 """Copies that the client makes of each page over shm: into a write slot, out of a read slot, or none."""
-CLIENT_COPIES_INLINE = {"store": 2.0, "load": 2.0}
-"""Over the inline path: out of the caller's memory and into the message, or out of the message and into the caller's memory."""
+CLIENT_COPIES_INLINE = {"store": 0.0, "load": 0.0}
+"""On a data connection the kernel copies between the socket and the caller's memory; the client itself does not."""
 
 _names = itertools.count()
 _RUN = os.urandom(12)

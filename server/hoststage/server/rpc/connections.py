@@ -20,6 +20,7 @@ from hoststage.v1 import convert, lane
 from hoststage.v1 import hoststage_pb2 as pb
 
 if TYPE_CHECKING:
+    from hoststage.server.rpc.data import DataConnection
     from hoststage.server.rpc.inline import Assembly, Charge
 
 log = structlog.get_logger(__name__)
@@ -68,6 +69,7 @@ class Connection:
     inline_parts: dict[int, Assembly] = field(default_factory=dict)
     charges: set[Charge] = field(default_factory=set)
     inline_bytes: int = 0
+    data: set[DataConnection] = field(default_factory=set)
 
     @property
     def session(self) -> int:
@@ -164,6 +166,8 @@ class Connections:
         self.tickets.revoke(connection.session)
         if connection.lane_close is not None:
             connection.lane_close(reason)
+        for carrier in list(connection.data):
+            carrier.close()
         connection.outbox.end()
         self.tier.end(connection.session, reason)
 

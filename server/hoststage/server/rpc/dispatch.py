@@ -146,6 +146,8 @@ class Dispatcher:
                 self._live.revoke_ack(message.revoke_ack.revocation)
             case "goodbye":
                 self._goodbye(request_id)
+            case "open_data":
+                self._answer(inline.data_token(self._connections, self._connection, request_id))
             case "hello":
                 raise RequestError("SECOND_HELLO", "the session is open already", code="FAILED_PRECONDITION")
             case _ if name in imported.OPERATIONS:

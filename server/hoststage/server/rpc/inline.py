@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from hoststage.core.stack import PayloadPath
 from hoststage.server.contract import LiveSession, RequestError
 from hoststage.server.rpc.connections import Connection, Connections
 from hoststage.v1 import convert, ops
@@ -77,6 +78,21 @@ class Assembly:
                 if n != len(page):
                     return f"{n} bytes came of the {len(page)} of page {i} of range {at}"
         return ""
+
+
+def data_token(connections: Connections, connection: Connection, request_id: int) -> pb.ServerMessage:
+    """Return the answer to a wish for a data connection. Raises `RequestError`."""
+    live = connection.live
+    assert live is not None
+    if live.grant.path is not PayloadPath.INLINE:
+        raise RequestError(
+            "DATA_PATH",
+            f"the session's pages travel by {live.grant.path.value}",
+            code="FAILED_PRECONDITION",
+            remedy="open data connections on the path inline",
+        )
+    token = connections.tickets.issue("data", live.session_id, connections.now())
+    return pb.ServerMessage(request_id=request_id, open_data_reply=pb.OpenDataReply(token=token))
 
 
 # ------------------------------------------------------------------ storing

@@ -30,11 +30,12 @@ from hoststage.server.rpc.dispatch import Dispatcher
 from hoststage.server.rpc.outbox import Outbox
 from hoststage.v1 import hoststage_pb2 as pb
 from hoststage.v1 import hoststage_pb2_grpc as pb_grpc
+from hoststage.v1.data import CONNECTION_LIMIT
 from hoststage.v1.ops import PROTOCOL_MAX, PROTOCOL_MIN
 
 log = structlog.get_logger(__name__)
 
-FEATURES = ("lane", "inline", "imported", "pins", "holds", "whole_arenas", "credits")
+FEATURES = ("lane", "inline", "imported", "data", "pins", "holds", "whole_arenas", "credits")
 OUTBOX_BYTES = 64 << 20
 """Answers and pushes that may wait for a client to read them."""
 FLUSH_SECONDS = 30.0
@@ -43,11 +44,12 @@ HELLO_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class WireOptions:
-    """What the wire needs to know. `token` empty: none is demanded. Paths are of the other two sockets."""
+    """What the wire needs to know. `token` empty: none is demanded. Paths are of the other sockets. `data_port`: of data connections over TCP, 0: none."""
 
     server: str
     fd_path: str
     lane_path: str
+    data_path: str
     token: str
     max_message_bytes: int
     max_open_requests: int
@@ -56,6 +58,7 @@ class WireOptions:
     max_open_commits: int
     max_pin_ms: int
     max_credits: int
+    data_port: int = 0
 
     def limits(self) -> pb.Limits:
         """Return the limits that a Welcome tells."""
@@ -67,6 +70,7 @@ class WireOptions:
             max_open_commits=self.max_open_commits,
             max_pin_ms=self.max_pin_ms,
             max_credits=self.max_credits,
+            max_data_connections=CONNECTION_LIMIT,
         )
 
 
@@ -108,7 +112,8 @@ class HostStageServicer(pb_grpc.HostStageServicer):
             if hello.previous_session:
                 self._connections.forget_replaced(hello.previous_session)
             self._connections.metrics.streams += 1
-            await context.write(self._welcome(hello_id, hello, live, connection))
+            local = context.peer().startswith("unix")
+            await context.write(self._welcome(hello_id, hello, live, connection, local))
             await self._serve(request_iterator, context, connection)
         finally:
             self._connections.metrics.streams -= connection.live is not None
@@ -172,7 +177,9 @@ class HostStageServicer(pb_grpc.HostStageServicer):
         results["granted"] += 1
         return live
 
-    def _welcome(self, request_id: int, hello: pb.Hello, live: LiveSession, connection: Connection) -> pb.ServerMessage:
+    def _welcome(
+        self, request_id: int, hello: pb.Hello, live: LiveSession, connection: Connection, local: bool
+    ) -> pb.ServerMessage:
         welcome = pb.Welcome(
             protocol=min(hello.protocol_max or 1, PROTOCOL_MAX),
             features=FEATURES,
@@ -191,6 +198,10 @@ class HostStageServicer(pb_grpc.HostStageServicer):
             if live.grant.path is PayloadPath.SHM:
                 welcome.arenas.extend(arena_to_proto(a) for a in live.arenas)
                 welcome.fd_token = self._connections.tickets.issue("fd", live.session_id, now)
+        elif live.grant.path is PayloadPath.INLINE and local:
+            welcome.data_socket = self._options.data_path
+        elif live.grant.path is PayloadPath.INLINE:
+            welcome.data_port = self._options.data_port
         return pb.ServerMessage(request_id=request_id, welcome=welcome)
 
     async def _serve(

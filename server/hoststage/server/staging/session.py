@@ -29,6 +29,7 @@ from hoststage.server.contract import (
 )
 from hoststage.server.staging.arenas import PoolArena
 from hoststage.server.staging.imported import ImportedPath
+from hoststage.server.staging.moves import Moves
 from hoststage.server.staging.wire_spans import keys_of, parts_of, pool_slots, ranges, reserve_reply
 from hoststage.shm.copy import address_of, copy_bytes
 from hoststage.v1 import ops
@@ -75,6 +76,7 @@ class Session:
         self._own_loads: dict[int, OwnLoad] = {}
         self._own_revocations: dict[int, int] = {}
         self._imported = ImportedPath(self, service.executor, service.imported_descriptors)
+        self.moves = Moves(self, write, read)
 
     # -------------------------------------------------------------- facts
 
@@ -462,8 +464,12 @@ class Session:
             await asyncio.get_running_loop().run_in_executor(self._service.executor, _copy_in, todo)
         finally:
             self.copy_ended()
-        if self.core.state is not SessionState.ACTIVE:
-            return
+        if self.core.state is SessionState.ACTIVE:
+            self.commit_filled(span, slots, request_id, reply)
+
+    def commit_filled(self, span: ops.Span, slots: tuple[ops.PoolSlots, ...], request_id: int, reply: Reply) -> None:
+        """Commit slots that the daemon has filled itself. Raises `RequestError` where the session is over."""
+        self._check_active()
 
         def committed(answer: ops.HotReply) -> None:
             assert isinstance(answer, ops.CommitReply)

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-Road: TypeAlias = Literal["stream", "lane"]
+Road: TypeAlias = Literal["stream", "lane", "data"]
 
 BUCKETS = (50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Upper bounds in seconds; a lane's round trip is tens of microseconds, a load from a slow store seconds."""
@@ -52,6 +52,7 @@ class WireMetrics(Collector):
         self.closed: Counter[tuple[str, str]] = Counter()
         self.streams = 0
         self.lanes = 0
+        self.data = 0
         self._latencies: dict[tuple[Road, str], Latency] = {}
 
     def latency(self, road: Road, operation: str) -> Latency:
@@ -85,6 +86,7 @@ class WireMetrics(Collector):
         open_now = GaugeMetricFamily("hoststage_connections", "Open connections", labels=["road"])
         open_now.add_metric(["stream"], self.streams)
         open_now.add_metric(["lane"], self.lanes)
+        open_now.add_metric(["data"], self.data)
         yield open_now
 
 

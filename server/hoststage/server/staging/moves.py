@@ -1,0 +1,100 @@
+"""Pages that the daemon moves between a session's slots and a socket itself, without a copy of its own.
+
+A thread of the wire fills write slots, or sends read slots, while the loop goes on. Meanwhile the session's memory stays, even if the session
+ends; what it held is given up only when the thread says that it has let go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from hoststage.core.sessions import SessionState
+from hoststage.server.contract import Reply, RequestError
+from hoststage.server.staging.arenas import PoolArena
+from hoststage.v1 import ops
+
+if TYPE_CHECKING:
+    from hoststage.server.staging.session import Session
+
+Views: TypeAlias = list[memoryview]
+ToFill: TypeAlias = Callable[[ops.ReserveReply, Views], None]
+ToSend: TypeAlias = Callable[[ops.LoadReply, Views], None]
+
+
+class Moves:
+    """Implements `hoststage.server.contract.PageMoves` for one session."""
+
+    def __init__(self, session: Session, write: Sequence[PoolArena], read: Sequence[PoolArena]) -> None:
+        self._session = session
+        self._core = session.core
+        self._write = write
+        self._read = read
+
+    # -------------------------------------------------------------- storing
+
+    def reserve(self, op: ops.Reserve, request_id: int, reply: ToFill) -> None:
+        if not op.span.keys:
+            raise RequestError("RANGES", "a store names no keys", field="span.keys")
+
+        def reserved(answer: ops.HotReply) -> None:
+            assert isinstance(answer, ops.ReserveReply)
+            views: Views = []
+            if answer.outcome is ops.Outcome.ACCEPTED:
+                self._session.copy_began()
+                views = [
+                    self._write[entry.pool].view(slot)
+                    for entry in answer.slots
+                    for slot in entry.slots.tolist()
+                    if slot != ops.NO_SLOT
+                ]
+            reply(answer, views)
+
+        self._session.submit(op, request_id, reserved)
+
+    def filled(self, span: ops.Span, slots: tuple[ops.PoolSlots, ...], request_id: int, reply: Reply) -> None:
+        self._session.copy_ended()
+        self._session.commit_filled(span, slots, request_id, reply)
+
+    def not_filled(self, slots: tuple[ops.PoolSlots, ...]) -> None:
+        self._session.copy_ended()
+        if self._core.state is SessionState.ACTIVE:
+            self._session.abort_refused(slots)
+
+    # -------------------------------------------------------------- loading
+
+    def load(self, op: ops.Load, reply: ToSend) -> int:
+        parts: list[tuple[ops.PoolRange, ops.PoolSlots]] = []
+
+        def arrived(message: ops.LoadReady) -> None:
+            parts.extend(zip(message.ranges, message.slots, strict=True))
+            if not message.last:
+                return
+            if message.outcome is ops.Outcome.READY:
+                self._ready(message, parts, reply)
+                return
+            self._session.end_own_load(message.load_id)
+            reply(ops.LoadReply(message.outcome, message.load_id, detail=message.detail), [])
+
+        return self._session.begin_own_load(op, arrived)
+
+    def _ready(
+        self, message: ops.LoadReady, parts: Sequence[tuple[ops.PoolRange, ops.PoolSlots]], reply: ToSend
+    ) -> None:
+        ranges, views = [], []
+        for r, entry in sorted(parts, key=lambda part: (part[0].pool, part[0].first)):
+            # What lies beyond the prefix that is really there is void.
+            count = min(r.count, message.prefix - r.first)
+            if count > 0:
+                ranges.append(ops.PoolRange(r.pool, r.first, count))
+                views += [self._read[r.pool].view(slot) for slot in entry.slots[:count].tolist()]
+        self._session.copy_began()
+        reply(
+            ops.LoadReply(message.outcome, message.load_id, message.prefix, tuple(ranges), detail=message.detail), views
+        )
+
+    def sent(self, load_id: int) -> bool:
+        leased = self._core.state is SessionState.ACTIVE and load_id in self._core.loads
+        self._session.end_own_load(load_id)
+        self._session.copy_ended()
+        return leased
