@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +32,18 @@ LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 PAGE = 16
 LAYERS = 3
 TOKENS = 128
+_allocation = {"allocator_type": "default"}
+
+
+@contextmanager
+def allocated_by(allocator: str) -> Iterator[None]:
+    """Let the pools that are made meanwhile take their memory from that allocator of SGLang's."""
+    before = _allocation["allocator_type"]
+    _allocation["allocator_type"] = allocator
+    try:
+        yield
+    finally:
+        _allocation["allocator_type"] = before
 
 
 def _rows(count: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
@@ -76,6 +90,7 @@ def mha(
         end_layer=layers,
         pool_label=label,
         host_token_capacity=pages * page,
+        **_allocation,
     )
 
 
@@ -106,6 +121,7 @@ def mla(layout: str, *, pages: int = 32) -> Any:
         end_layer=LAYERS,
         target_layer_num=LAYERS,
         host_token_capacity=pages * PAGE,
+        **_allocation,
     )
 
 
@@ -116,7 +132,7 @@ def mamba(layout: str = "page_first", *, slots: int = 15, side_state: bool = Fal
         conv=(torch.zeros((LAYERS, slots, 32, 3), dtype=torch.bfloat16),),
         extra_checkpoint_buffers=(torch.zeros((slots, 5), dtype=torch.int32),) if side_state else (),
     )
-    return MambaPoolHost(info, 1.0, 0, device_capacity=slots, pin_memory=False, layout=layout)
+    return MambaPoolHost(info, 1.0, 0, device_capacity=slots, pin_memory=False, layout=layout, **_allocation)
 
 
 def indexer(anchor: Any) -> Any:
@@ -140,14 +156,22 @@ def indexer(anchor: Any) -> Any:
         storage_info=HostPoolStorageInfo(bytes_per_token_per_layer=width, dtype=torch.uint8),
         host_pool_builder=None,
     )
-    return DSAIndexerPoolHost(decl, anchor, pin_memory=False)
+    return DSAIndexerPoolHost(decl, anchor, pin_memory=False, **_allocation)
 
 
 def paged(name: PoolName, layout: str, item_bytes: int, *, pages: int = 32) -> Any:
     """Return one of DeepSeek-V4's host pools."""
     buffers = [torch.zeros((TOKENS // PAGE, item_bytes), dtype=torch.uint8) for _ in range(LAYERS)]
     return DeepSeekV4PagedHostPool(
-        str(name), buffers, item_bytes, pages, PAGE, layout=layout, pin_memory=False, page_aligned_only=True
+        str(name),
+        buffers,
+        item_bytes,
+        pages,
+        PAGE,
+        layout=layout,
+        pin_memory=False,
+        page_aligned_only=True,
+        **_allocation,
     )
 
 

@@ -232,7 +232,7 @@ class PageRows:
         wanted = np.asarray(rows, dtype=np.int64)
         if not len(wanted):
             return []
-        at, _, lengths = self._places(wanted, np.zeros(len(wanted), dtype=np.int64))
+        at, _, lengths = self._places(wanted, np.zeros(len(wanted), dtype=np.int64), slice(None))
         sizes = np.broadcast_to(np.asarray(lengths, dtype=np.int64), at.shape)
         starts = np.flatnonzero(np.concatenate(([True], at[1:] != at[:-1] + sizes[:-1])))
         runs = zip(at[starts].tolist(), np.add.reduceat(sizes, starts).tolist(), strict=True)

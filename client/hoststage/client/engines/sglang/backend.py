@@ -26,6 +26,7 @@ from hoststage.client.engines.sglang.channel import Channel
 from hoststage.client.engines.sglang.hostpages import HostPages, host_pages
 from hoststage.client.engines.sglang.keys import key_of, keys_of
 from hoststage.client.engines.sglang.settings import Settings
+from hoststage.client.engines.sglang.sharedpools import SharedPool, memfds_of, shared_pool
 from hoststage.client.errors import HostStageError
 from hoststage.shm.copy import address_of
 
@@ -138,7 +139,8 @@ class HostStageStorage(HiCacheStorage):  # type: ignore[misc]
                     family, registered, self.storage_config, self.settings, self._engine, self._page_tokens
                 )
                 rank = f"tp{self.storage_config.tp_rank} pp{self.storage_config.pp_rank} pid {os.getpid()}"
-                found = Channel(stack, self.settings, f"sglang {family.source} {rank}")
+                shared = _shared(family, registered)
+                found = Channel(stack, self.settings, f"sglang {family.source} {rank}", shared=shared)
                 self._channels.update(dict.fromkeys(family.names, found))
                 if self._closed:
                     # A thread of the engine that outlived the detach: it hears of misses, and opens nothing anew.
@@ -327,6 +329,20 @@ class HostStageStorage(HiCacheStorage):  # type: ignore[misc]
             channels = list(dict.fromkeys(self._channels.values()))
         for channel in channels:
             channel.close()
+
+
+def _shared(family: stacks.Family, pools: dict[str, HostPages]) -> dict[str, SharedPool]:
+    """Return the pools of a family, where all of them lie in memfds that the daemon can be given."""
+    found = {name: shared_pool(pools[name]) for name in family.names}
+    shared = {name: pool for name, pool in found.items() if pool is not None}
+    if len(shared) == len(found):
+        return shared
+    if any(memfds_of(pools[name].pool)[0] for name in family.names):
+        _log.warning(
+            "hoststage copies the pages of %s in this process: they do not lie at fixed places of the pool's memfds",
+            "+".join(family.names),
+        )
+    return {}
 
 
 def _leading(flags: _Flags) -> int:

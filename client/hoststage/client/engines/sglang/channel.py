@@ -9,16 +9,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from hoststage.client._imported import Imported, ImportedPages
 from hoststage.client._pages import ScatteredPages
 from hoststage.client.engines.sglang.settings import Settings
-from hoststage.client.errors import DaemonUnavailable, HostStageError, Refused
+from hoststage.client.engines.sglang.sharedpools import SharedPool
+from hoststage.client.errors import DaemonUnavailable, HostStageError, Refused, RequestRejected
 from hoststage.client.session import Session, connect
-from hoststage.client.stack import StackSpec
+from hoststage.client.stack import PayloadPath, StackSpec
 from hoststage.v1.ops import Outcome
 
 _log = logging.getLogger(__name__)
@@ -34,8 +37,17 @@ _LOOKUP_KEYS = 4096
 class Channel:
     """One family's pages. Any number of threads may call; the daemon may come and go."""
 
-    def __init__(self, stack: StackSpec, settings: Settings, worker: str, register: str = "never") -> None:
+    def __init__(
+        self,
+        stack: StackSpec,
+        settings: Settings,
+        worker: str,
+        register: str = "never",
+        shared: Mapping[str, SharedPool] | None = None,
+    ) -> None:
         self.stack = stack
+        self._shared = dict(shared or {})
+        self._imported: dict[str, Imported] = {}
         self.names = tuple(pool.name for pool in stack.pools)
         self._settings = settings
         self._worker = worker
@@ -62,17 +74,8 @@ class Channel:
                 raise DaemonUnavailable("the backend is closed")
             if self._trouble is not None and time.monotonic() < self._not_before:
                 raise self._trouble
-            settings = self._settings
             try:
-                self._session = connect(
-                    settings.address,
-                    stack=self.stack,
-                    worker=self._worker,
-                    client="hoststage.sglang",
-                    token=settings.token,
-                    timeout=settings.connect_timeout,
-                    register=self._register,
-                )
+                self._session = self._connect()
             except HostStageError as error:
                 self._trouble = error
                 wait = _RETRY_REFUSED if isinstance(error, Refused) else self._retry_after
@@ -83,6 +86,52 @@ class Channel:
             pools = ", ".join(f"{p.pool}: {p.write_slots} write, {p.read_slots} read slots" for p in grant.pools)
             _log.info("hoststage granted %s over %s (%s)", grant.mode.value, grant.path.value, pools)
             return self._session
+
+    def _connect(self) -> Session:
+        """Return a session that reads and writes the pools' own memory, where they are shared and the daemon takes it, else one that copies."""
+        if self._shared:
+            session = self._connect_over((PayloadPath.IMPORTED, *self.stack.paths))
+            if session.grant.path is not PayloadPath.IMPORTED:
+                self._say_copied(f"the daemon grants the path {session.grant.path.value}")
+                return session
+            try:
+                for name, pool in self._shared.items():
+                    self._imported[name] = session.import_memory(pool.fds, pool.sizes, name=name)
+            except RequestRejected as error:
+                self._say_copied(str(error))
+                self._shared = {}
+                self._imported = {}
+                session.close()
+            except BaseException:
+                session.close()
+                raise
+            else:
+                return session
+        return self._connect_over(self.stack.paths)
+
+    def _connect_over(self, paths: tuple[PayloadPath, ...]) -> Session:
+        settings = self._settings
+        return connect(
+            settings.address,
+            stack=replace(self.stack, paths=paths),
+            worker=self._worker,
+            client="hoststage.sglang",
+            token=settings.token,
+            timeout=settings.connect_timeout,
+            register=self._register,
+        )
+
+    def _say_copied(self, why: str) -> None:
+        _log.warning("hoststage copies the pages of %s in this process: %s", "+".join(self.names), why)
+
+    def _rows(self, session: Session, rows: Mapping[str, ScatteredPages]) -> dict[str, ScatteredPages | ImportedPages]:
+        """Return pages as the session moves them: by their place in imported memory, where all of them lie there."""
+        mine = session.grant.path is PayloadPath.IMPORTED and all(
+            name in self._imported and pages.keep is self._shared[name].pool for name, pages in rows.items()
+        )
+        if not mine:
+            return dict(rows)
+        return {name: self._shared[name].places(pages, self._imported[name]) for name, pages in rows.items()}
 
     def close(self) -> None:
         """End the session. Safe to repeat."""
@@ -137,7 +186,8 @@ class Channel:
         """Copy the pages of these keys to `rows`, a row a key; return how many, counted from the first, came."""
         return self._attempt("load", lambda session: self._read(session, keys, rows), 0)
 
-    def _read(self, session: Session, keys: Sequence[bytes], rows: Mapping[str, ScatteredPages]) -> int:
+    def _read(self, session: Session, keys: Sequence[bytes], given: Mapping[str, ScatteredPages]) -> int:
+        rows = self._rows(session, given)
         done = 0
         end = len(keys)
         while done < end:
@@ -167,7 +217,7 @@ class Channel:
         """Store the pages of these keys in one commit, or several where they are many; return whether every one is stored."""
 
         def put(session: Session) -> bool:
-            ticket = session.store(keys, rows, timeout=self._settings.store_timeout)
+            ticket = session.store(keys, self._rows(session, rows), timeout=self._settings.store_timeout)
             return ticket.wait(self._settings.store_timeout).ok
 
         return self._attempt("store", put, False)

@@ -81,6 +81,13 @@ class HostPages:
             addresses = self._table.base + (firsts // self.page_size)[:, None] * self._table.step
         return ScatteredPages(addresses, self.sizes, self.pool)
 
+    def span(self) -> tuple[Addresses, Addresses] | None:
+        """Return, for each piece, the lowest address and the end of the highest over all pages; None where they move about."""
+        if self._table is None:
+            return None
+        last = self._table.base + (self.pages - 1) * self._table.step
+        return np.minimum(self._table.base, last), np.maximum(self._table.base, last) + self.sizes
+
     def _meta(self, ids: npt.NDArray[Any]) -> tuple[Addresses, Addresses]:
         """Ask the pool itself for the pieces of the pages at these ids."""
         import torch
