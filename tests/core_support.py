@@ -37,6 +37,7 @@ from hoststage.core.slots import NO_SLOT, SlotState
 from hoststage.core.stack import HitPolicy, Mode
 from hoststage.core.tier import Tier
 from hoststage.core.writepool import WritePool
+from hoststage.shm.pageindex import PageIndex, PageIndexWriter, index_bytes
 
 
 def machine_settings() -> settings:
@@ -119,6 +120,7 @@ class World:
     acknowledged: set[tuple[bytes, int, bytes]] = field(default_factory=set)
     write_memory: dict[tuple[int, int], list[str]] = field(default_factory=dict)
     read_memory: list[list[str]] = field(default_factory=list)
+    indexes: list[PageIndex] = field(default_factory=list)
     publishes: list[tuple[Commit, list[int]]] = field(default_factory=list)
     writes: list[Commit] = field(default_factory=list)
     reads: list[tuple[Fetch, int]] = field(default_factory=list)
@@ -135,6 +137,11 @@ class World:
             ReadPool(self.read_slots, reserve=self.reserve, write_span=self.write_span, keep=False)
             for _ in self.rules.pools
         ]
+        self.indexes = []
+        for pool in pools:
+            memory = memoryview(bytearray(index_bytes(self.read_slots)))
+            pool.mirror_to(PageIndexWriter(memory, self.read_slots))
+            self.indexes.append(PageIndex(memory.toreadonly(), self.read_slots))
         self.space = NamespaceCore(NAMESPACE, self.rules, pools, keep=False, has_store=self.has_store, beliefs=6)
         self.tier.namespaces[NAMESPACE] = self.space
         self.read_memory = [[""] * self.read_slots for _ in pools]
@@ -473,6 +480,17 @@ class World:
         self._check_leases()
         self._check_parked()
         self._check_sessions()
+        self.check_indexes()
+
+    def check_indexes(self) -> None:
+        """A reader of a page index finds what is resident, where it is, and nothing else."""
+        keys = {key for _, key in (*self.committed, *self.store)}
+        for pool, index in zip(self.space.pools, self.indexes, strict=True):
+            for key in keys:
+                found = index.find(key, len(key))
+                slot = pool.index.get(key)
+                assert found is None if slot is None else found is not None and found[0] == [slot]
+                assert found is None or index.stands(found)
 
     def _check_books(self) -> None:
         for pool in self.space.pools:

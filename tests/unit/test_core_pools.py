@@ -117,7 +117,7 @@ def test_slots_granted_ahead_are_counted_until_they_are_committed() -> None:
     ahead = pool.reserve(2, ahead=True)
     pool.reserve(1)
     assert pool.credits == 2
-    pool.table.move(ahead[:1], RESERVED, SlotState.COMMITTED)
+    pool.commit(ahead[:1])
     assert pool.credits == 1
     pool.table.release(ahead[:1], SlotState.COMMITTED)
     assert pool.reserve(1).tolist() == ahead[:1].tolist()

@@ -22,13 +22,16 @@ from hoststage.v1 import fdsocket
 from hoststage.v1 import stack_pb2 as pb
 from hoststage.v1.ops import U32
 
+_GIVEN_BACK = "the connection was lost, and its memory given back"
+
 
 class ArenaKind(Enum):
-    """Whose an arena is: the session's own to write, the namespace's to read, or leased whole."""
+    """Whose an arena is: the session's own to write, the namespace's to read, leased whole, or the index of a read arena."""
 
     WRITE = "write"
     READ = "read"
     WHOLE = "whole"
+    INDEX = "index"
 
 
 class PinLevel(Enum):
@@ -52,7 +55,8 @@ class Pin:
 @dataclass(slots=True, eq=False)
 class Arena:
     """One mapped arena. `page_bytes`: bytes of a page within a slot of `stride` bytes (equal for WHOLE). `warm`: for WHOLE, whether it was
-    populated before, with the bytes of an earlier lease of the tenant."""
+    populated before, with the bytes of an earlier lease of the tenant. `trailing_pages`: of an index, the pages at a prefix's end that its
+    pool needs; 0: all."""
 
     arena_id: int
     kind: ArenaKind
@@ -63,17 +67,25 @@ class Arena:
     pin: Pin
     mapping: Mapping
     warm: bool = False
+    trailing_pages: int = 0
 
     def view(self, slot: int) -> memoryview:
         """Return the page in a slot: writable in a write arena, else read-only."""
         return self.whole()[slot * self.stride : slot * self.stride + self.page_bytes]
+
+    def guard(self) -> object:
+        """Return what keeps the arena mapped while it is referred to. Raises `SessionLost` once it was given back."""
+        try:
+            return self.mapping.guard()
+        except ValueError as error:
+            raise SessionLost(_GIVEN_BACK) from error
 
     def whole(self) -> memoryview:
         """Return the whole arena, and with it a guard that keeps it mapped. Raises `SessionLost` once it was given back."""
         try:
             return self.mapping.view()
         except ValueError as error:
-            raise SessionLost("the connection was lost, and its memory given back") from error
+            raise SessionLost(_GIVEN_BACK) from error
 
     def views(self, slots: Sequence[int] | U32) -> list[memoryview]:
         """Return the pages in slots, one export for all of them."""
@@ -87,11 +99,15 @@ class Arena:
 
 @dataclass(slots=True)
 class Arenas:
-    """What a session has mapped: one write and one read arena a pool, in stack order, and what it leased whole."""
+    """What a session has mapped: one write and one read arena a pool, in stack order, and what it leased whole.
+
+    index: the page index of a pool's read arena, where the daemon gives one. It holds no pages and is not among those iterated over.
+    """
 
     write: dict[int, Arena] = field(default_factory=dict)
     read: dict[int, Arena] = field(default_factory=dict)
     whole: dict[int, Arena] = field(default_factory=dict)
+    index: dict[int, Arena] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Arena]:
         return iter([*self.write.values(), *self.read.values(), *self.whole.values()])
@@ -101,12 +117,14 @@ class Arenas:
         if arena.kind is ArenaKind.WHOLE:
             self.whole[arena.arena_id] = arena
         else:
-            (self.write if arena.kind is ArenaKind.WRITE else self.read)[arena.pool] = arena
+            by_pool = {ArenaKind.WRITE: self.write, ArenaKind.READ: self.read, ArenaKind.INDEX: self.index}
+            by_pool[arena.kind][arena.pool] = arena
 
     def unmap(self) -> list[Mapping]:
         """Give all mappings back; returns those that views of the caller still hold."""
         # The tables stay: a thread that is about to copy finds a closed arena, and says that the session was lost.
-        return [arena.mapping for arena in self if not arena.mapping.unmap()]
+        every = [*self, *self.index.values()]
+        return [arena.mapping for arena in every if not arena.mapping.unmap()]
 
 
 def fetch(
@@ -145,18 +163,28 @@ def _mapped(grant: pb.ArenaGrant, parts: dict[int, tuple[int, int]], page_bytes:
         raise MappingError(f"arena {grant.arena_id}: its kind {grant.kind} is not known to this client")
     mapping = Mapping.map(
         [Chunk(parts[i][0], size) for i, size in enumerate(sizes)],
-        kind is not ArenaKind.READ,
+        kind in (ArenaKind.WRITE, ArenaKind.WHOLE),
         private_to_process=True,
         require_seals=True,
     )
-    size = grant.stride if kind is ArenaKind.WHOLE else page_bytes[grant.pool]
-    if grant.slots * grant.stride > mapping.size or size > grant.stride:
+    size = page_bytes[grant.pool] if kind in (ArenaKind.WRITE, ArenaKind.READ) else grant.stride
+    if kind is not ArenaKind.INDEX and (grant.slots * grant.stride > mapping.size or size > grant.stride):
         mapping.unmap()
         raise MappingError(
             f"arena {grant.arena_id}: {grant.slots} slots of {grant.stride} bytes (pages of {size}) do not fit {sum(sizes)}"
         )
     pin = Pin(from_wire(PinLevel, grant.pin.level) or PinLevel.NONE, grant.pin.reason, grant.pin.huge_pages)
-    return Arena(grant.arena_id, kind, grant.pool, grant.slots, grant.stride, size, pin, mapping)
+    return Arena(
+        grant.arena_id,
+        kind,
+        grant.pool,
+        grant.slots,
+        grant.stride,
+        size,
+        pin,
+        mapping,
+        trailing_pages=grant.trailing_pages,
+    )
 
 
 def _descriptors(path: str, token: bytes, deadline: Deadline) -> dict[int, dict[int, tuple[int, int]]]:

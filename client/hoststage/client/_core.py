@@ -181,6 +181,7 @@ class Core:
             # It was here that the time passed.
             pause = 0.0
         link.flush_released()
+        link.tell_touched()
         if link.credits.wanted and count % _CREDIT_TICKS == 0 and not self.draining:
             with suppress(HostStageError):
                 link.top_up_credits(Deadline(1.0))

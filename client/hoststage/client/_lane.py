@@ -24,6 +24,7 @@ from hoststage.v1.lane import FrameError, FrameReader, Op
 
 _READ_BYTES = 256 * 1024
 _ATTACH_LIMIT = 64 * 1024
+_SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _LOST = "the lane to the daemon broke: {}; it was restarted, or closed this session"
 
 
@@ -84,7 +85,7 @@ class Lane:
 
     def _send_all(self, data: bytes, deadline: Deadline) -> None:
         try:
-            self._send_view(memoryview(data), deadline)
+            self._send_view(data, deadline)
         except HostStageError:
             raise
         except BaseException:
@@ -92,11 +93,11 @@ class Lane:
             self.close("a thread was interrupted while it sent a message")
             raise
 
-    def _send_view(self, view: memoryview, deadline: Deadline) -> None:
+    def _send_view(self, data: bytes | memoryview, deadline: Deadline) -> None:
         sent = 0
-        while sent < len(view):
+        while sent < len(data):
             try:
-                sent += self._sock.send(view[sent:], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                sent += self._sock.send(data if not sent else memoryview(data)[sent:], _SEND_FLAGS)
             except BlockingIOError:
                 if not self._writable(deadline):
                     if sent:

@@ -15,6 +15,8 @@ from hoststage.client._arenas import Arena, Arenas, fetch
 from hoststage.client._credits import Credits, real_pairs, slots_of
 from hoststage.client._data import DataConnections, data_place
 from hoststage.client._lane import Lane
+from hoststage.client._populate import Populating
+from hoststage.client._selfserve import SelfService, self_service
 from hoststage.client._stream import Stream
 from hoststage.client._wire import Deadline, Message, Request, Router, Waiter, park
 from hoststage.client.errors import DaemonUnavailable, DeadlineExceeded, HostStageError, StackError
@@ -25,8 +27,8 @@ from hoststage.v1 import hoststage_pb2 as pb
 from hoststage.v1 import ops
 from hoststage.v1.convert import slots_from_proto, slots_to_proto
 
-FEATURES = ("lane", "inline", "imported", "data", "pins", "holds", "whole_arenas", "credits")
-_UNANSWERED = ("release", "revoke_ack")
+FEATURES = ("lane", "inline", "imported", "data", "pins", "holds", "whole_arenas", "credits", "page_index")
+_UNANSWERED = ("release", "revoke_ack", "touch")
 _M = TypeVar("_M")
 
 
@@ -111,10 +113,15 @@ class Link:
         self.lane: Lane | None = None
         self.data: DataConnections | None = None
         self.arenas = Arenas()
+        self.self_service: SelfService | None = None
         self.registration: cuda.Registration | None = None
+        self._populating: Populating | None = None
         self.credits = Credits()
         self.welcome = pb.Welcome()
         self.grant: Grant
+        self.write_slots: list[int] = []
+        self.max_span_keys = 0
+        self.message_room = 4096
         self.findings: tuple[Finding, ...] = ()
         self.unreleased: deque[ops.Release] = deque()
         self.commits: dict[int, Pushed] = {}
@@ -134,6 +141,7 @@ class Link:
         try:
             link.welcome = welcome = link.stream.handshake(hello, deadline)
             link.grant = Grant.from_proto(welcome.grant)
+            link._note_limits(welcome.limits)
             link.findings = findings_from(welcome.findings)
             if link.grant.path is not PayloadPath.INLINE:
                 link._attach(welcome, deadline)
@@ -151,12 +159,24 @@ class Link:
             raise
         return link
 
+    def _note_limits(self, limits: pb.Limits) -> None:
+        """Keep at hand what every store asks: write slots by pool, and what one message may hold."""
+        slots = {grant.pool: grant.write_slots for grant in self.grant.pools}
+        self.write_slots = [slots.get(pool.name, 0) for pool in self.options.stack.pools]
+        self.max_span_keys = limits.max_span_keys
+        # With room for the message's frame and fields.
+        self.message_room = max(4096, (limits.max_message_bytes or 4 << 20) - 64 * 1024)
+
     def _attach(self, welcome: pb.Welcome, deadline: Deadline) -> None:
         sizes = [pool.page_bytes for pool in self.options.stack.pools]
         if welcome.arenas:
             self.arenas = fetch(welcome.fd_socket, welcome.fd_token, welcome.arenas, sizes, deadline)
         if self.maps:
+            self.self_service = self_service(self.arenas)
             self.registration = cuda.register_arenas(list(self.arenas), self.options.register)
+            if not self.registration.arenas:
+                # Registration would have touched every page.
+                self._populating = Populating(list(self.arenas))
         limit = welcome.limits.max_message_bytes or 64 << 20
         self.lane = Lane.attach(welcome.lane_socket, welcome.session, welcome.lane_token, self.router, limit, deadline)
 
@@ -167,8 +187,7 @@ class Link:
         most = min(self.options.credits, self.welcome.limits.max_credits)
         if most <= 0 or not self.maps:
             return
-        granted = {g.pool: g.write_slots // 2 for g in self.grant.pools}
-        self.credits = Credits([min(most, granted.get(pool.name, 0)) for pool in self.options.stack.pools])
+        self.credits = Credits([min(most, slots // 2) for slots in self.write_slots])
         self.top_up_credits(deadline)
 
     def top_up_credits(self, deadline: Deadline) -> None:
@@ -181,14 +200,23 @@ class Link:
         if reply.outcome is ops.Outcome.ACCEPTED:
             self.keep_credits(reply.slots)
 
+    def take_credits(self, counts: Sequence[tuple[int, int]]) -> tuple[ops.PoolSlots, ...] | None:
+        """Take slots granted ahead for every `(pool, count)`; None where there are too few."""
+        if not self.credits.wanted:
+            return None
+        slots = self.credits.take(counts)
+        if slots is None and self.lane is not None and self.lane.drain():
+            # New ones come with the answers to earlier commits, which nobody may have read yet.
+            slots = self.credits.take(counts)
+        return slots
+
     def keep_credits(self, slots: Sequence[ops.PoolSlots]) -> None:
         """Keep slots for stores to come as far as wanted, give the rest back."""
         self.abort(self.credits.add(slots))
 
     def make_room(self, ranges: Sequence[ops.PoolRange]) -> None:
         """Give slots back that are kept ahead, where a reservation of that size would wait for them for ever."""
-        slots = {self.options.stack.index_of(g.pool): g.write_slots for g in self.grant.pools}
-        tight = [r.pool for r in ranges if r.count > slots.get(r.pool, 0) - self.credits.held(r.pool)]
+        tight = [r.pool for r in ranges if r.count > self.write_slots[r.pool] - self.credits.held(r.pool)]
         self.abort(self.credits.drain(tight))
 
     # -------------------------------------------------------------- facts
@@ -206,11 +234,6 @@ class Link:
     def lost(self) -> HostStageError | None:
         """Why the connection is over, None while it lives."""
         return self.router.lost
-
-    @property
-    def message_room(self) -> int:
-        """Bytes of payload that fit one message, with room for its frame and fields."""
-        return max(4096, (self.welcome.limits.max_message_bytes or 4 << 20) - 64 * 1024)
 
     # -------------------------------------------------------------- requests
 
@@ -305,6 +328,11 @@ class Link:
             self.post(release)
             self.settle_revocations()
 
+    def tell_touched(self) -> None:
+        """Tell the daemon what was read without asking it."""
+        if self.self_service is not None and (news := self.self_service.news()) is not None:
+            self.post(news)
+
     # -------------------------------------------------------------- pushes
 
     def _pushed(self, message: Message) -> None:
@@ -351,9 +379,14 @@ class Link:
 
     def unmap(self) -> list[Mapping]:
         """Unregister and unmap every arena; returns mappings that views of the caller still hold."""
+        if self._populating is not None:
+            self._populating.stop()
         if self.registration is not None:
             self.registration.close()
             self.registration = None
+        if self.self_service is not None:
+            self.self_service.close()
+            self.self_service = None
         return self.arenas.unmap()
 
     def close(self, reason: str = "the session was closed") -> None:

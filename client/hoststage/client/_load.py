@@ -15,6 +15,7 @@ from hoststage.client._inline import InlineLoaded, InlineLoading, load_raw
 from hoststage.client._link import Link
 from hoststage.client._loadop import Extent, LoadOp
 from hoststage.client._pages import KeyRun, Keys, PageRows, Rows, ScatteredPages, pack_keys
+from hoststage.client._selfserve import SelfService
 from hoststage.client._wire import SHARE_OF_DEADLINE, Deadline, Message, Waiter
 from hoststage.client.errors import DeadlineExceeded, SessionLost, StackError
 from hoststage.v1 import convert, ops
@@ -108,6 +109,13 @@ class Loaded:
         return loaded
 
     @classmethod
+    def copied(cls, names: Sequence[str], prefix: int, first: Mapping[int, int]) -> Loaded:
+        """Say what was copied without a lease. first: per pool, the place of its first page."""
+        loaded = cls(names, prefix, Outcome.READY)
+        loaded._first = {names[pool]: at for pool, at in first.items()}
+        return loaded
+
+    @classmethod
     def of_bytes(cls, names: Sequence[str], answers: InlineLoading | InlineLoaded) -> Loaded:
         """Hand out pages that came as bytes."""
         loaded = cls(names, answers.prefix, answers.outcome, answers.text)
@@ -195,6 +203,8 @@ def lookup(core: Core, keys: Keys, pin_seconds: float, deadline: Deadline) -> Ma
     """Ask which prefixes can be restored; see `Session.lookup`."""
     run = pack_keys(keys)
     link = core.ready(deadline)
+    if pin_seconds <= 0 and link.self_service is not None and link.self_service.holds(run):
+        return Match(((1, len(run)),), 0, link)
     request = ops.Lookup(ops.Span(run.packed, run.key_bytes), int(pin_seconds * 1000))
 
     def unpin(message: Message) -> None:
@@ -215,9 +225,13 @@ class LoadRequest:
     ranges: tuple[ops.PoolRange, ...]
     accept_shorter: bool
 
+    def pin_for(self, link: Link) -> int:
+        """Return the pin as that connection knows it."""
+        return self.pin.pin_for(link) if isinstance(self.pin, Match) else self.pin
+
     def message(self, link: Link, deadline: Deadline) -> ops.Load:
         """Return the request for a connection."""
-        pin = self.pin.pin_for(link) if isinstance(self.pin, Match) else self.pin
+        pin = self.pin_for(link)
         span = ops.Span(self.run.packed, self.run.key_bytes, self.ranges)
         due = max(1, int(deadline.left_ms * SHARE_OF_DEADLINE))
         return ops.Load(span, self.prefix, pin, due, self.accept_shorter)
@@ -261,6 +275,10 @@ def load(core: Core, request: LoadRequest, into: Mapping[str, Rows] | None, dead
     names = [pool.name for pool in core.options.stack.pools]
     if not link.maps:
         return _load_inline(core, link, request, targets, deadline, names)
+    if into is not None and not request.ranges and link.self_service is not None:
+        loaded = _serve_oneself(link, link.self_service, request, targets, names)
+        if loaded is not None:
+            return loaded
     op = start_load(link, request, deadline)
     try:
         ended = link.transport.wait(op.final, deadline)
@@ -290,6 +308,22 @@ def load(core: Core, request: LoadRequest, into: Mapping[str, Rows] | None, dead
         finally:
             loaded.release()
     return loaded
+
+
+def _serve_oneself(
+    link: Link, service: SelfService, request: LoadRequest, targets: Mapping[int, PageRows], names: Sequence[str]
+) -> Loaded | None:
+    """Copy resident pages without asking the daemon; None where it must be asked."""
+    first = service.copy(request.run, request.prefix, targets)
+    if first is None:
+        return None
+    pin = request.pin_for(link)
+    if pin:
+        link.post(ops.Release((), (pin,)))
+    if link.lost is not None:
+        # The daemon is gone, and with it the promise that an index says so before a page is overwritten.
+        raise SessionLost(str(link.lost))
+    return Loaded.copied(names, request.prefix, first)
 
 
 def _targets(core: Core, into: Mapping[str, Rows] | None) -> dict[int, PageRows]:

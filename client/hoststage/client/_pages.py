@@ -12,7 +12,7 @@ import numpy as np
 from hoststage.client import cuda
 from hoststage.client._arenas import Arena
 from hoststage.client.errors import StackError
-from hoststage.shm.copy import Offsets, UnaddressableBuffer, address_of, copy_pages
+from hoststage.shm.copy import Offsets, UnaddressableBuffer, address_of, copy_bytes, copy_pages
 from hoststage.v1 import ops
 from hoststage.v1.ops import NO_SLOT, U32
 
@@ -26,6 +26,7 @@ Mover: TypeAlias = Callable[[Offsets, Offsets, Offsets], object]
 """Copies bytes: called with the addresses to write, those to read, and the lengths; `int64[n]` each."""
 
 PACKED_KEY_BYTES = 32
+_FEW = 2
 MAX_KEY_BYTES = 64
 
 
@@ -41,6 +42,8 @@ class KeyRun:
 
     def cut(self, start: int, end: int) -> bytes:
         """Return the packed keys `[start, end)`."""
+        if start == 0 and end * self.key_bytes == len(self.packed):
+            return self.packed
         return self.packed[start * self.key_bytes : end * self.key_bytes]
 
 
@@ -56,6 +59,8 @@ def pack_keys(keys: Keys) -> KeyRun:
     if not keys:
         raise StackError("keys", [], "pass at least one key")
     size = len(keys[0])
+    if len(keys) == 1 and 1 <= size <= MAX_KEY_BYTES:
+        return KeyRun(bytes(keys[0]), size)
     packed = b"".join(keys)
     if not 1 <= size <= MAX_KEY_BYTES or len(packed) != size * len(keys) or any(len(k) != size for k in keys):
         sizes = sorted({len(key) for key in keys})
@@ -141,7 +146,7 @@ class PageRows:
 
     def _take_array(self, rows: Any, pool: str, writable: bool) -> int:
         name = f"pages[{pool!r}]"
-        shape = tuple(getattr(rows, "shape", ()))
+        shape = getattr(rows, "shape", ())
         if not shape:
             raise StackError(
                 name, type(rows).__name__, "pass a list of buffers, or an array whose first axis is the page"
@@ -149,25 +154,27 @@ class PageRows:
         if cuda.on_device(rows):
             self._tensors = [self._device_row(row, name) for row in rows]
         else:
-            base = self._address(rows, name, shape[0] * self._page_bytes, writable)
-            self._addresses = base + np.arange(shape[0], dtype=np.int64) * self._page_bytes
+            base, size = self._address(rows, name, shape[0] * self._page_bytes, writable), self._page_bytes
+            self._addresses = np.arange(base, base + shape[0] * size, size, dtype=np.int64)
         return int(shape[0])
 
     def _address(self, buffer: Any, name: str, size: int, writable: bool) -> int:
-        wrong = f"{size} bytes are due: pages of this pool have {self._page_bytes}"
         try:
             place = address_of(buffer)
         except UnaddressableBuffer as error:
             # A slice of a wider row is neither contiguous nor of the right size: the size is what its owner must see.
             given = getattr(buffer, "nbytes", size)
             if given != size:
-                raise StackError(name, f"{given} bytes", f"{wrong}; {error}") from error
+                raise StackError(name, f"{given} bytes", f"{self._due(size)}; {error}") from error
             raise StackError(name, type(buffer).__name__, str(error)) from error
         if place.nbytes != size:
-            raise StackError(name, f"{place.nbytes} bytes", wrong)
+            raise StackError(name, f"{place.nbytes} bytes", self._due(size))
         if writable and place.readonly:
             raise StackError(name, "read-only", "pass memory that may be written")
         return place.address
+
+    def _due(self, size: int) -> str:
+        return f"{size} bytes are due: pages of this pool have {self._page_bytes}"
 
     def _device_row(self, row: Any, name: str) -> Any:
         if not cuda.on_device(row) or not row.is_contiguous() or row.nbytes != self._page_bytes:
@@ -185,6 +192,9 @@ class PageRows:
         self._copy(first, arena, slots, to_arena=False, pieces=pieces)
 
     def _copy(self, first: int, arena: Arena, slots: U32, *, to_arena: bool, pieces: slice = slice(None)) -> None:
+        if self._addresses is not None and len(slots) <= _FEW:
+            self._copy_few(first, arena, slots, to_arena=to_arena)
+            return
         wanted = np.flatnonzero(slots != NO_SLOT)
         if not len(wanted):
             return
@@ -195,15 +205,29 @@ class PageRows:
                 to_device=not to_arena,
             )
             return
-        # The view keeps the range mapped, should the session be lost and its arenas given back meanwhile.
-        guard = arena.whole()
+        # It keeps the range mapped, should the session be lost and its arenas given back meanwhile.
+        guard = arena.guard()
         rows, places, lengths = self._places(first + wanted, arena.addresses(slots[wanted]), pieces)
         to, source = (places, rows) if to_arena else (rows, places)
         if self._scattered is not None and self._scattered.mover is not None:
             self._scattered.mover(to, source, np.asarray(lengths))
         else:
             copy_pages(0, to, 0, source, lengths)
-        guard.release()
+        del guard
+
+    def _copy_few(self, first: int, arena: Arena, slots: U32, *, to_arena: bool) -> None:
+        """The same for whole rows of host memory, without numpy's fixed cost a call."""
+        assert self._addresses is not None
+        base, stride, size, guard = arena.mapping.address, arena.stride, self._page_bytes, arena.guard()
+        for i, slot in enumerate(slots.tolist()):
+            if slot == NO_SLOT:
+                continue
+            row, place = int(self._addresses[first + i]), base + slot * stride
+            if to_arena:
+                copy_bytes(place, row, size)
+            else:
+                copy_bytes(row, place, size)
+        del guard
 
     def _places(self, wanted: Offsets, slots: Offsets, chosen: slice) -> tuple[Offsets, Offsets, Offsets | int]:
         """Return where the chosen pieces of the wanted rows lie here, where in the slots at those addresses, and their lengths."""
@@ -297,8 +321,9 @@ def split(keys: int, ranges: Sequence[ops.PoolRange], room: Sequence[int], most_
     ranges: pages of each pool in the run. room: per range, the most pages that one commit may have. most_keys: of one span. Where the whole
     run does not fit, pieces of half the room are cut, so that one drains while the next is written.
     """
-    fits = keys <= most_keys and all(r.count <= n for r, n in zip(ranges, room, strict=True))
-    caps = list(room) if fits else [max(1, n // 2) for n in room]
+    if keys <= most_keys and all(r.count <= n for r, n in zip(ranges, room, strict=True)):
+        return [Piece(0, keys, tuple(Part(r.pool, r.first, r.count, 0) for r in ranges if r.count))]
+    caps = [max(1, n // 2) for n in room]
     out = []
     start = 0
     while start < keys:

@@ -48,13 +48,18 @@ class StoreResult:
 class _CommitPart:
     """One commit of a ticket."""
 
-    __slots__ = ("error", "over", "result", "ticket")
+    __slots__ = ("answered", "error", "over", "result", "ticket")
 
     def __init__(self, ticket: StoreTicket) -> None:
         self.ticket = ticket
+        self.answered = False
         self.over = False
         self.result: StoreResult | None = None
         self.error: HostStageError | None = None
+
+    def accept(self) -> None:
+        """The daemon has the commit."""
+        self.ticket._answered(self)
 
     def take(self, message: Message) -> bool:
         assert isinstance(message, ops.Stored)
@@ -84,8 +89,10 @@ class StoreTicket:
         self._lock = threading.Lock()
         self._parts: list[_CommitPart] = []
         self._open = 0
+        self._unanswered = 0
         self._sealed = False
         self._waiter = Waiter()
+        self._acceptance = Waiter()
         self._callbacks: list[Callable[[StoreTicket], object]] = []
 
     # The storing side.
@@ -95,12 +102,26 @@ class StoreTicket:
         with self._lock:
             self._parts.append(part)
             self._open += 1
+            self._unanswered += 1
         return part
 
     def _claim(self, part: _CommitPart) -> bool:
         with self._lock:
             was, part.over = part.over, True
-            return not was
+        self._answered(part)
+        return not was
+
+    def _answered(self, part: _CommitPart) -> None:
+        with self._lock:
+            if part.answered:
+                return
+            part.answered = True
+            self._unanswered -= 1
+        self._maybe_accepted()
+
+    def _maybe_accepted(self) -> None:
+        if self._sealed and not self._unanswered and not self._acceptance.done:
+            self._acceptance.finish(ops.Release())
 
     def _part_ended(self) -> None:
         with self._lock:
@@ -110,6 +131,7 @@ class StoreTicket:
     def _seal(self) -> None:
         with self._lock:
             self._sealed = True
+        self._maybe_accepted()
         self._maybe_end()
 
     def _maybe_end(self) -> None:
@@ -146,6 +168,15 @@ class StoreTicket:
                 self._callbacks.append(callback)
                 return
         callback(self)
+
+    def wait_accepted(self, timeout: float | None = None) -> None:
+        """Wait until the daemon has answered every commit: it is accepted, or has ended.
+
+        :raises DeadlineExceeded: where that takes longer than `timeout` seconds (None: the session's timeout).
+        """
+        seconds = self._link.options.timeout if timeout is None else timeout
+        if not self._acceptance.done and not self._link.transport.wait(self._acceptance, Deadline(seconds)):
+            raise DeadlineExceeded(f"the daemon did not answer the commit within {seconds:g} seconds")
 
     def wait(self, timeout: float | None = None) -> StoreResult:
         """Wait until every page is stored or dropped.
@@ -202,24 +233,25 @@ def store(
     """Store a run; see `Session.store`."""
     run = pack_keys(keys)
     stack = core.options.stack
-    rows = {
-        stack.index_of(name): PageRows(given, name, stack.pools[stack.index_of(name)].page_bytes, writable=False)
-        for name, given in pages.items()
-    }
-    counts = {name: rows[stack.index_of(name)].count for name in pages}
+    rows: dict[int, PageRows] = {}
+    counts: dict[str, int] = {}
+    for name, given in pages.items():
+        place = stack.index_of(name)
+        rows[place] = PageRows(given, name, stack.pools[place].page_bytes, writable=False)
+        counts[name] = rows[place].count
     ranges = ranges_of(core, len(run), counts, first)
     link = core.ready(deadline)
     ticket = StoreTicket(link)
     try:
-        for piece in split(
-            len(run), ranges, room_of(link, ranges, by_message=not link.maps), _most_keys(link, run, ranges)
-        ):
+        room = room_of(link, ranges, by_message=not link.maps)
+        pieces = split(len(run), ranges, room, _most_keys(link, run, ranges))
+        for piece in pieces:
             before = run.cut(piece.start - 1, piece.start) if piece.start and parent else parent
             span = ops.Span(run.cut(piece.start, piece.end), run.key_bytes, tuple(p.range for p in piece.parts), before)
             if not link.maps:
                 going_on = inline_store(link, ticket._begin(), span, piece, rows, deadline)
             else:
-                going_on = _store_piece(link, ticket._begin(), span, piece, rows, deadline)
+                going_on = _store_piece(link, ticket._begin(), span, piece, rows, deadline, last=piece is pieces[-1])
             if not going_on:
                 # What follows in the prefix is of no use without this part.
                 break
@@ -230,8 +262,7 @@ def store(
 
 def room_of(link: Link, ranges: Sequence[PoolRange], *, by_message: bool) -> list[int]:
     """Return the pages of each range's pool that one commit may have. `by_message`: whether their bytes travel in messages."""
-    slots = {link.options.stack.index_of(g.pool): g.write_slots for g in link.grant.pools}
-    room = [max(1, int(slots.get(r.pool, 1))) for r in ranges]
+    room = [max(1, link.write_slots[r.pool]) for r in ranges]
     if by_message:
         # The daemon holds the bytes of a whole commit until it is complete.
         sizes = [link.options.stack.pools[r.pool].page_bytes for r in ranges]
@@ -241,15 +272,22 @@ def room_of(link: Link, ranges: Sequence[PoolRange], *, by_message: bool) -> lis
 
 def _most_keys(link: Link, run: KeyRun, ranges: Sequence[PoolRange]) -> int:
     per_key = run.key_bytes + _BYTES_PER_PAGE_ON_WIRE * len(ranges)
-    return max(1, min(link.welcome.limits.max_span_keys or len(run), link.message_room // per_key))
+    return max(1, min(link.max_span_keys or len(run), link.message_room // per_key))
 
 
 def _store_piece(
-    link: Link, part: _CommitPart, span: ops.Span, piece: Piece, rows: Mapping[int, PageRows], deadline: Deadline
+    link: Link,
+    part: _CommitPart,
+    span: ops.Span,
+    piece: Piece,
+    rows: Mapping[int, PageRows],
+    deadline: Deadline,
+    *,
+    last: bool,
 ) -> bool:
     """Store one commit; returns whether the next one may follow."""
     try:
-        slots = link.credits.take([(p.pool, p.count) for p in piece.parts]) if link.credits.wanted else None
+        slots = link.take_credits([(p.pool, p.count) for p in piece.parts])
         if slots is None:
             link.make_room(span.ranges)
             wait_ms = max(1, int(deadline.left_ms * SHARE_OF_DEADLINE))
@@ -264,10 +302,55 @@ def _store_piece(
         except BaseException:
             link.abort(slots)
             raise
+        if last:
+            # Nothing follows that would have to know the answer: the ticket tells it.
+            post_commit(link, part, span, slots, deadline)
+            return True
         return commit(link, part, span, slots, deadline)
     except HostStageError as error:
         part.lose(error)
         raise
+
+
+class _Posted(Waiter):
+    """The answer to a commit that nobody waits for, taken in by the thread that reads."""
+
+    __slots__ = ("_link", "_part", "_slots")
+
+    def __init__(self, link: Link, part: _CommitPart, slots: tuple[ops.PoolSlots, ...]) -> None:
+        super().__init__(self._came)
+        self._link, self._part, self._slots = link, part, slots
+
+    def _came(self, message: Message) -> None:
+        assert isinstance(message, ops.CommitReply)
+        _answered(self._link, self._part, self.request_id, self._slots, message)
+
+    def fail(self, error: HostStageError) -> None:
+        super().fail(error)
+        self._link.commits.pop(self.request_id, None)
+        self._part.lose(error)
+        self._link.abort(self._slots)  # a commit that was rejected took nothing
+
+
+def post_commit(
+    link: Link, part: _CommitPart, span: ops.Span, slots: tuple[ops.PoolSlots, ...], deadline: Deadline
+) -> None:
+    """Commit written slots without waiting for the answer: what it says is the part's to tell."""
+    waiter = _Posted(link, part, slots)
+    link.start(ops.Commit(span, slots), waiter, deadline, lambda request: link.commits.__setitem__(request, part))
+
+
+def _answered(
+    link: Link, part: _CommitPart, request: int, slots: tuple[ops.PoolSlots, ...], reply: ops.CommitReply
+) -> bool:
+    """Take the answer to a commit in; returns whether the pages were taken or are there already."""
+    _settle(link, slots, reply)
+    if reply.outcome is Outcome.ACCEPTED:
+        part.accept()
+        return True
+    link.commits.pop(request, None)
+    part.end(StoreResult(reply.outcome, 0, reply.detail))
+    return reply.outcome is Outcome.BELIEVED_STORED
 
 
 def commit(link: Link, part: _CommitPart, span: ops.Span, slots: tuple[ops.PoolSlots, ...], deadline: Deadline) -> bool:
@@ -279,9 +362,7 @@ def commit(link: Link, part: _CommitPart, span: ops.Span, slots: tuple[ops.PoolS
     def late(message: Message) -> None:
         """The answer came after the caller had given up."""
         if isinstance(message, ops.CommitReply):
-            _settle(link, slots, message)
-            if message.outcome is not Outcome.ACCEPTED:
-                part.end(StoreResult(message.outcome, 0, message.detail))
+            _answered(link, part, waiter.request_id, slots, message)
 
     waiter = Waiter(orphan=late)
     link.start(ops.Commit(span, slots), waiter, deadline, lambda request: link.commits.__setitem__(request, part))
@@ -293,12 +374,7 @@ def commit(link: Link, part: _CommitPart, span: ops.Span, slots: tuple[ops.PoolS
         link.commits.pop(waiter.request_id, None)
         link.abort(slots)  # a commit that was rejected took nothing
         raise
-    _settle(link, slots, reply)
-    if reply.outcome is Outcome.ACCEPTED:
-        return True
-    link.commits.pop(waiter.request_id, None)
-    part.end(StoreResult(reply.outcome, 0, reply.detail))
-    return reply.outcome is Outcome.BELIEVED_STORED
+    return _answered(link, part, waiter.request_id, slots, reply)
 
 
 def _settle(link: Link, slots: tuple[ops.PoolSlots, ...], reply: ops.CommitReply) -> None:

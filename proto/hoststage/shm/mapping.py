@@ -107,6 +107,13 @@ class Mapping:
         view = memoryview(self._export()).cast("B")[offset : offset + length]
         return view if self.writable else view.toreadonly()
 
+    def guard(self) -> object:
+        """What keeps the range mapped for as long as it is referred to: a view without the cost of one.
+
+        :raises ValueError: when the mapping is closed.
+        """
+        return self._export()
+
     def array(self, offset: int, count: int, dtype: npt.DTypeLike = np.uint8) -> npt.NDArray[Any]:
         """A one-dimensional array of ``count`` items of ``dtype`` from byte ``offset``, without a copy."""
         kind = np.dtype(dtype)

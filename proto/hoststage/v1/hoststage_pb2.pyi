@@ -192,6 +192,7 @@ class ClientMessage(_message.Message):
     DROP_IMPORT_FIELD_NUMBER: _builtins.int
     BUDGET_FIELD_NUMBER: _builtins.int
     OPEN_DATA_FIELD_NUMBER: _builtins.int
+    TOUCH_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Chosen by the client, unique among its open requests, not 0. The reply carries it back."""
     @_builtins.property
@@ -248,6 +249,10 @@ class ClientMessage(_message.Message):
     def budget(self) -> Global___Budget: ...
     @_builtins.property
     def open_data(self) -> Global___OpenData: ...
+    @_builtins.property
+    def touch(self) -> Global___Touch:
+        """No reply."""
+
     def __init__(
         self,
         *,
@@ -277,12 +282,13 @@ class ClientMessage(_message.Message):
         drop_import: Global___DropImport | None = ...,
         budget: Global___Budget | None = ...,
         open_data: Global___OpenData | None = ...,
+        touch: Global___Touch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "body", b"body", "budget", b"budget", "cancel_load", b"cancel_load", "commit", b"commit", "discard", b"discard", "drop_import", b"drop_import", "goodbye", b"goodbye", "hello", b"hello", "hold", b"hold", "import_memory", b"import_memory", "imported_load", b"imported_load", "imported_store", b"imported_store", "inline_load", b"inline_load", "inline_store", b"inline_store", "lease_arena", b"lease_arena", "load", b"load", "lookup", b"lookup", "open_data", b"open_data", "ping", b"ping", "release", b"release", "reserve", b"reserve", "restore", b"restore", "return_arena", b"return_arena", "revoke_ack", b"revoke_ack", "seal_hold", b"seal_hold"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "body", b"body", "budget", b"budget", "cancel_load", b"cancel_load", "commit", b"commit", "discard", b"discard", "drop_import", b"drop_import", "goodbye", b"goodbye", "hello", b"hello", "hold", b"hold", "import_memory", b"import_memory", "imported_load", b"imported_load", "imported_store", b"imported_store", "inline_load", b"inline_load", "inline_store", b"inline_store", "lease_arena", b"lease_arena", "load", b"load", "lookup", b"lookup", "open_data", b"open_data", "ping", b"ping", "release", b"release", "reserve", b"reserve", "restore", b"restore", "return_arena", b"return_arena", "revoke_ack", b"revoke_ack", "seal_hold", b"seal_hold", "touch", b"touch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "body", b"body", "budget", b"budget", "cancel_load", b"cancel_load", "commit", b"commit", "discard", b"discard", "drop_import", b"drop_import", "goodbye", b"goodbye", "hello", b"hello", "hold", b"hold", "import_memory", b"import_memory", "imported_load", b"imported_load", "imported_store", b"imported_store", "inline_load", b"inline_load", "inline_store", b"inline_store", "lease_arena", b"lease_arena", "load", b"load", "lookup", b"lookup", "open_data", b"open_data", "ping", b"ping", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "restore", b"restore", "return_arena", b"return_arena", "revoke_ack", b"revoke_ack", "seal_hold", b"seal_hold"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "body", b"body", "budget", b"budget", "cancel_load", b"cancel_load", "commit", b"commit", "discard", b"discard", "drop_import", b"drop_import", "goodbye", b"goodbye", "hello", b"hello", "hold", b"hold", "import_memory", b"import_memory", "imported_load", b"imported_load", "imported_store", b"imported_store", "inline_load", b"inline_load", "inline_store", b"inline_store", "lease_arena", b"lease_arena", "load", b"load", "lookup", b"lookup", "open_data", b"open_data", "ping", b"ping", "release", b"release", "request_id", b"request_id", "reserve", b"reserve", "restore", b"restore", "return_arena", b"return_arena", "revoke_ack", b"revoke_ack", "seal_hold", b"seal_hold", "touch", b"touch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "reserve", "commit", "abort", "lookup", "load", "cancel_load", "release", "hold", "seal_hold", "restore", "discard", "revoke_ack", "lease_arena", "return_arena", "import_memory", "goodbye", "ping", "inline_store", "inline_load", "imported_store", "imported_load", "drop_import", "budget", "open_data"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "reserve", "commit", "abort", "lookup", "load", "cancel_load", "release", "hold", "seal_hold", "restore", "discard", "revoke_ack", "lease_arena", "return_arena", "import_memory", "goodbye", "ping", "inline_store", "inline_load", "imported_store", "imported_load", "drop_import", "budget", "open_data", "touch"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1210,6 +1216,37 @@ class Release(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Release: _TypeAlias = Release  # noqa: Y015
+
+@_typing.final
+class Touch(_message.Message):
+    """The client served itself by the page indexes. A hint: it keeps what is read from being evicted, and the counts right."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOOKUPS_FIELD_NUMBER: _builtins.int
+    LOADS_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    lookups: _builtins.int
+    """Lookups and loads that it answered itself since the last one."""
+    loads: _builtins.int
+    @_builtins.property
+    def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolSlots]:
+        """What the loads read; generations are unused."""
+
+    def __init__(
+        self,
+        *,
+        lookups: _builtins.int = ...,
+        loads: _builtins.int = ...,
+        slots: _abc.Iterable[Global___PoolSlots] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loads", b"loads", "lookups", b"lookups", "slots", b"slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Touch: _TypeAlias = Touch  # noqa: Y015
 
 @_typing.final
 class LeaseRevoked(_message.Message):

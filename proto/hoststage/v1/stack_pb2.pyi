@@ -278,6 +278,10 @@ class _ArenaKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ArenaKind.V
     """Of the namespace, filled by the daemon alone, read-only to its sessions."""
     ARENA_KIND_WHOLE: _ArenaKind.ValueType  # 3
     """A whole-pool lease: the client manages the slots, the daemon does not know them."""
+    ARENA_KIND_INDEX: _ArenaKind.ValueType  # 4
+    """Which page stands in which slot of the read arena of a pool, read-only; its layout is hoststage.shm.pageindex. Only for
+    clients with the feature page_index.
+    """
 
 class ArenaKind(_ArenaKind, metaclass=_ArenaKindEnumTypeWrapper): ...
 
@@ -288,6 +292,10 @@ ARENA_KIND_READ: ArenaKind.ValueType  # 2
 """Of the namespace, filled by the daemon alone, read-only to its sessions."""
 ARENA_KIND_WHOLE: ArenaKind.ValueType  # 3
 """A whole-pool lease: the client manages the slots, the daemon does not know them."""
+ARENA_KIND_INDEX: ArenaKind.ValueType  # 4
+"""Which page stands in which slot of the read arena of a pool, read-only; its layout is hoststage.shm.pageindex. Only for
+clients with the feature page_index.
+"""
 Global___ArenaKind: _TypeAlias = ArenaKind  # noqa: Y015
 
 @_typing.final
@@ -795,6 +803,7 @@ class ArenaGrant(_message.Message):
     STRIDE_FIELD_NUMBER: _builtins.int
     CHUNK_BYTES_FIELD_NUMBER: _builtins.int
     PIN_FIELD_NUMBER: _builtins.int
+    TRAILING_PAGES_FIELD_NUMBER: _builtins.int
     arena_id: _builtins.int
     """Unique within the daemon's life."""
     kind: Global___ArenaKind.ValueType
@@ -802,6 +811,8 @@ class ArenaGrant(_message.Message):
     """Place in the stack's list of pools; unused for WHOLE."""
     slots: _builtins.int
     stride: _builtins.int
+    trailing_pages: _builtins.int
+    """For INDEX: pages at the end of a prefix that the pool needs; 0: all of them."""
     @_builtins.property
     def chunk_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Bytes of each memfd chunk, to be mapped contiguously in this order."""
@@ -818,10 +829,11 @@ class ArenaGrant(_message.Message):
         stride: _builtins.int = ...,
         chunk_bytes: _abc.Iterable[_builtins.int] | None = ...,
         pin: Global___PinReport | None = ...,
+        trailing_pages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pin", b"pin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_id", b"arena_id", "chunk_bytes", b"chunk_bytes", "kind", b"kind", "pin", b"pin", "pool", b"pool", "slots", b"slots", "stride", b"stride"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_id", b"arena_id", "chunk_bytes", b"chunk_bytes", "kind", b"kind", "pin", b"pin", "pool", b"pool", "slots", b"slots", "stride", b"stride", "trailing_pages", b"trailing_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -59,14 +59,22 @@ class Rules:
     anchor: int
     windowed: bool = field(init=False)
     """Whether some pool needs less than every page of a prefix, or only whole groups."""
+    grouped: bool = field(init=False)
+    """Whether some pool is a sidecar, so that pages of several pools are replaced and evicted together."""
 
     def __post_init__(self) -> None:
         every = all(rule.policy is HitPolicy.ALL_PAGES for rule in self.pools if rule.on_host)
         object.__setattr__(self, "windowed", not every)
+        object.__setattr__(self, "grouped", any(rule.source >= 0 for rule in self.pools))
 
     def needs(self, prefix: int) -> list[tuple[int, int, int]]:
         """Return `(pool, first, count)` of the pages that a prefix of that many pages needs, in every pool with host pages."""
         return [(i, *rule.needed(prefix)) for i, rule in enumerate(self.pools) if rule.on_host]
+
+    @property
+    def self_service(self) -> bool:
+        """Whether a page's presence alone decides what can be restored: no sidecars to agree with, no block groups."""
+        return all(rule.source < 0 and rule.policy is not HitPolicy.BLOCK_GROUPS for rule in self.pools if rule.on_host)
 
     @property
     def store_order(self) -> list[int]:

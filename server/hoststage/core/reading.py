@@ -130,6 +130,13 @@ class Reading(TierState):
                 self._end_load(session, load)
         self._retry(session.namespace)
 
+    def touch(self, session: SessionCore, lookups: int, loads: int, used: Iterable[tuple[int, Iterable[int]]]) -> None:
+        """The session served itself by the page indexes: so many hits, and per pool the slots that it read."""
+        self.counters["lookup", "index_hit"] += lookups
+        self.counters["load", "index_hit"] += loads
+        for pool, slots in used:
+            session.namespace.pools[pool].touch(slots)
+
     def cancel(self, session: SessionCore, load_id: int) -> None:
         """Cancel a load that has not ended; its slots stay out of use until their store I/O has."""
         load = session.loads.get(load_id)

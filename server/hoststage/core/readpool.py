@@ -10,10 +10,18 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from hoststage.core.slots import SMALL, SlotError, Slots, SlotState, SlotTable, as_slots
+
+
+class IndexMirror(Protocol):
+    """What follows the index, entry by entry, for others to read. `drop` comes before the slot can be given to another page."""
+
+    def put(self, key: bytes, slot: int) -> None: ...
+    def drop(self, slot: int) -> None: ...
 
 
 class ReadPool:
@@ -21,6 +29,7 @@ class ReadPool:
 
     `keep`: pages stay RESIDENT when nobody leases them (`cache`), else their slots are freed (`buffer_only`).
     `evicted` is called with keys that leave the index for want of room, so that their group can follow.
+    `mirror` follows what is indexed, see `mirror_to`.
     """
 
     __slots__ = (
@@ -38,6 +47,7 @@ class ReadPool:
         "last_used",
         "leases",
         "load_held",
+        "mirror",
         "published",
         "published_held",
         "reserve",
@@ -63,6 +73,7 @@ class ReadPool:
         self.load_held = 0
         self.evictions = 0
         self.evicted: Callable[[Sequence[bytes]], None] = lambda keys: None
+        self.mirror: IndexMirror | None = None
         self._tick = 0
         # Candidates, oldest first, with their last use when they were queued: among all pages, and among published ones.
         self._victims: list[deque[tuple[int, int]]] = [deque(), deque()]
@@ -162,6 +173,8 @@ class ReadPool:
             key = self.keys[slot]
             if key is not None and self.index.get(key) == slot:
                 del self.index[key]
+                if self.mirror is not None:
+                    self.mirror.drop(slot)
             self.keys[slot] = None
             self.commits[slot] = b""
             if self.published[slot]:
@@ -169,6 +182,21 @@ class ReadPool:
                 self.published_held -= 1
         if slots:
             self.table.release(as_slots(slots), SlotState.RESIDENT)
+
+    # -------------------------------------------------------------- readers that do not ask
+
+    def mirror_to(self, mirror: IndexMirror) -> None:
+        """Let `mirror` follow the index from now on, with all that it has already."""
+        self.mirror = mirror
+        for key, slot in self.index.items():
+            mirror.put(key, slot)
+
+    def touch(self, slots: Iterable[int]) -> None:
+        """Somebody who reads by the mirror used these pages. A hint for eviction: what is no page any more is passed over."""
+        self._tick += 1
+        for slot in slots:
+            if slot < self.size and self.table.state[slot] == SlotState.RESIDENT:
+                self._last_used[slot] = self._tick
 
     # -------------------------------------------------------------- placing
 
@@ -270,6 +298,10 @@ class ReadPool:
             old = self.index.get(key)
             if load and old is not None:
                 continue
+            if self.mirror is not None:
+                if old is not None:
+                    self.mirror.drop(old)
+                self.mirror.put(key, slot)
             self.index[key] = slot
             if old is not None:
                 self._orphaned(old)
@@ -312,6 +344,8 @@ class ReadPool:
             slot = self.index.pop(key, None)
             if slot is not None:
                 n += 1
+                if self.mirror is not None:
+                    self.mirror.drop(slot)
                 self._orphaned(slot)
         return n
 

@@ -160,6 +160,8 @@ class NamespaceCore:
 
     def believed(self, parts: Sequence[SpanPart]) -> list[set[int]]:
         """Return, per part, the places within it of pages that need no store: their whole group is there already."""
+        if not self.rules.grouped:
+            return [{i for i, key in enumerate(part.keys) if self.has(part.pool, key)} for part in parts]
         wanted = {(part.pool, part.first + i): key for part in parts for i, key in enumerate(part.keys)}
         out = []
         for part in parts:

@@ -91,6 +91,8 @@ class SlotTable:
 
     def generations(self, slots: Slots) -> Slots:
         """Return the current generations of slots."""
+        if len(slots) == 1:
+            return np.array([self._generation[slots[0]]], dtype=np.uint32)
         return self.generation[slots]
 
     def check(self, slots: Slots, generations: Slots, state: SlotState) -> None:
@@ -100,18 +102,20 @@ class SlotTable:
             raise SlotError(f"{n} slots come with {len(generations)} generations")
         if n == 0:
             return
-        if int(slots.max()) >= self.size:
-            raise SlotError(f"slot {int(slots.max())} is out of range: the arena has {self.size}")
-        if n > 1 and len(set(slots.tolist())) != n:
+        named = slots.tolist()
+        if max(named) >= self.size:
+            raise SlotError(f"slot {max(named)} is out of range: the arena has {self.size}")
+        if n > 1 and len(set(named)) != n:
             raise SlotError("a slot is named twice")
-        wrong = (self.state[slots] != state) | (self.generation[slots] != generations)
-        if wrong.any():
-            at = int(np.flatnonzero(wrong)[0])
-            slot = int(slots[at])
-            raise SlotError(
-                f"slot {slot} is {SlotState(int(self.state[slot])).name} in generation {int(self.generation[slot])}, "
-                f"not {state.name} in generation {int(generations[at])}"
-            )
+        if n > SMALL and not ((self.state[slots] != state) | (self.generation[slots] != generations)).any():
+            return
+        states, gens = self._state, self._generation
+        for slot, generation in zip(named, generations.tolist(), strict=True):
+            if states[slot] != state or gens[slot] != generation:
+                raise SlotError(
+                    f"slot {slot} is {SlotState(states[slot]).name} in generation {gens[slot]}, "
+                    f"not {state.name} in generation {generation}"
+                )
 
     def move(self, slots: Slots, before: SlotState, after: SlotState) -> None:
         """Move slots from one state to another. Raises `SlotError` where one is not in `before`."""
@@ -167,7 +171,7 @@ class SlotTable:
 
 def as_slots(values: Iterable[int]) -> Slots:
     """Return an index array of slots."""
-    return np.fromiter(values, dtype=np.uint32)
+    return np.array(values if isinstance(values, list) else list(values), dtype=np.uint32)
 
 
 NO_SLOTS = as_slots(())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from hoststage.core.slots import SlotError, Slots, SlotState, SlotTable
 
 _GONE = (SlotState.RESERVED, SlotState.HELD, SlotState.QUARANTINED)
@@ -24,7 +22,7 @@ class WritePool:
         self.held = 0
         self.table = SlotTable(usable + holds, generation)
         # Of a reserved slot: it was granted ahead, for no page in particular.
-        self.ahead = np.zeros(usable + holds, dtype=np.bool_)
+        self.ahead: set[int] = set()
 
     @property
     def room(self) -> int:
@@ -35,15 +33,30 @@ class WritePool:
     @property
     def credits(self) -> int:
         """Slots that were granted ahead and are not yet committed or given back."""
-        return int(np.count_nonzero(self.ahead & (self.table.state == SlotState.RESERVED)))
+        return len(self.ahead)
 
     def reserve(self, n: int, *, ahead: bool = False) -> Slots:
         """Take `n` slots for a store, or ahead of one. Raises `SlotError` where there is no room."""
         if n > self.room:
             raise SlotError(f"{n} write slots wanted, {self.room} of {self.usable} are free")
         slots = self.table.take(n, SlotState.RESERVED)
-        self.ahead[slots] = ahead
+        if ahead:
+            self.ahead.update(slots.tolist())
         return slots
+
+    def commit(self, slots: Slots) -> None:
+        """Reserved slots were written and are taken over."""
+        self.table.move(slots, SlotState.RESERVED, SlotState.COMMITTED)
+        self._used(slots)
+
+    def give_back(self, slots: Slots) -> None:
+        """Free reserved slots."""
+        self.table.release(slots, SlotState.RESERVED)
+        self._used(slots)
+
+    def _used(self, slots: Slots) -> None:
+        if self.ahead:
+            self.ahead.difference_update(slots.tolist())
 
     def hold(self, n: int) -> Slots:
         """Take `n` slots for a hold. Raises `SlotError` beyond the capacity promised for holds."""
@@ -73,12 +86,13 @@ class WritePool:
     def abort(self, slots: Slots, generations: Slots) -> None:
         """Free reserved slots. Raises `SlotError` where the reference is stale."""
         self.table.check(slots, generations, SlotState.RESERVED)
-        self.table.release(slots, SlotState.RESERVED)
+        self.give_back(slots)
 
     def quarantine(self) -> int:
         """Keep what the owner may still write out of use; return how many slots."""
         slots = self.table.in_state(SlotState.RESERVED)
         self.table.move(slots, SlotState.RESERVED, SlotState.QUARANTINED)
+        self.ahead.clear()
         return len(slots)
 
     def owner_gone(self) -> int:
@@ -87,6 +101,7 @@ class WritePool:
         What it committed is the tier's to finish, and a hold under I/O is the hold table's.
         """
         freed = 0
+        self.ahead.clear()
         for state in _GONE:
             slots = self.table.in_state(state)
             self.table.release(slots, state)

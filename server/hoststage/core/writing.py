@@ -109,7 +109,7 @@ class Writing(Reading):
     def abort(self, session: SessionCore, parts: Sequence[SpanPart]) -> None:
         """Give reserved slots back. Raises `SlotError` for a stale reference, after which nothing was changed."""
         for pool, slots in self._checked(session, parts).items():
-            session.write[pool].table.release(slots, SlotState.RESERVED)
+            session.write[pool].give_back(slots)
         self._serve_queued(session)
 
     def _checked(self, session: SessionCore, parts: Sequence[SpanPart]) -> dict[int, Slots]:
@@ -119,7 +119,10 @@ class Writing(Reading):
             seen.setdefault(part.pool, []).append(self._real(part))
         out = {}
         for pool, pairs in seen.items():
-            slots, gens = (np.concatenate(each) for each in zip(*pairs, strict=True))
+            if len(pairs) == 1:
+                slots, gens = pairs[0]
+            else:
+                slots, gens = (np.concatenate(each) for each in zip(*pairs, strict=True))
             session.write[pool].table.check(slots, gens, SlotState.RESERVED)
             out[pool] = slots
         return out
@@ -129,8 +132,10 @@ class Writing(Reading):
         """Slots and generations of a part, without the pages that have none."""
         if part.slots is None or part.generations is None:
             return as_slots(()), as_slots(())
+        if NO_SLOT not in part.slots.tolist():
+            return part.slots, part.generations
         mask = part.slots != NO_SLOT
-        return (part.slots, part.generations) if mask.all() else (part.slots[mask], part.generations[mask])
+        return part.slots[mask], part.generations[mask]
 
     def commit(
         self, session: SessionCore, parts: Sequence[SpanPart], parent: bytes, request_id: int, now: float
@@ -153,7 +158,7 @@ class Writing(Reading):
                 CommitResult(Outcome.POOL_FULL, detail="no store is configured and the read arena has no room")
             )
         for pool, idle in unneeded.items():
-            session.write[pool].table.release(as_slots(idle), SlotState.RESERVED)
+            session.write[pool].give_back(as_slots(idle))
         if not pages:
             result = CommitResult(Outcome.BELIEVED_STORED, credits=self._credit(session, parts))
         else:
@@ -179,8 +184,9 @@ class Writing(Reading):
                     unneeded.setdefault(part.pool, []).append(slot)
                 else:
                     pages.append(CommitPage(part.pool, key, slot))
-        rank = {pool: i for i, pool in enumerate(session.namespace.rules.store_order)}
-        pages.sort(key=lambda p: rank[p.pool])
+        if len(parts) > 1:
+            rank = {pool: i for i, pool in enumerate(session.namespace.rules.store_order)}
+            pages.sort(key=lambda p: rank[p.pool])
         return pages, unneeded
 
     def _accept(
@@ -200,7 +206,7 @@ class Writing(Reading):
         )
         session.commits[commit.commit_id] = commit
         for pool, slots in commit.write_slots().items():
-            session.write[pool].table.move(slots, SlotState.RESERVED, SlotState.COMMITTED)
+            session.write[pool].commit(slots)
         for page in pages:
             space.in_flight[page.pool, page.key] = commit
         if publish:
@@ -216,9 +222,9 @@ class Writing(Reading):
         """Slots in place of those that a commit took, for a session that stores from slots granted ahead."""
         if not session.credits or session.queued:
             return ()
-        taken = Counter[int]()
+        taken: dict[int, int] = {}
         for part in parts:
-            taken[part.pool] += len(self._real(part)[0])
+            taken[part.pool] = taken.get(part.pool, 0) + len(self._real(part)[0])
         ahead = []
         for pool, n in taken.items():
             write = session.write[pool]

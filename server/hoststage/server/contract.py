@@ -73,7 +73,10 @@ class PinFacts:
 
 @dataclass(frozen=True, slots=True)
 class ArenaFacts:
-    """One arena that a session may map. `kind` is "write", "read" or "whole"."""
+    """One arena that a session may map. `kind` is "write", "read", "whole" or "index".
+
+    trailing_pages: of an index, the pages at the end of a prefix that its pool needs; 0: all of them.
+    """
 
     arena_id: int
     kind: str
@@ -82,6 +85,7 @@ class ArenaFacts:
     stride: int
     chunk_bytes: tuple[int, ...]
     pin: PinFacts
+    trailing_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +343,10 @@ class LiveSession(Protocol):
     async def seal_hold(self, key: HoldKey, note: bytes) -> None: ...
     async def restore(self, key: HoldKey) -> RestoredHold: ...
     async def discard(self, key: HoldKey) -> None: ...
+
+    def touch(self, lookups: int, loads: int, used: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """The client served itself by the page indexes: so many hits, and per pool the slots that it read."""
+        ...
 
     async def lease_arena(self, name: str, size: int) -> WholeLease:
         """Lease memory that the client manages itself. Raises `RequestError` where the budget does not allow it."""

@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 import statistics
+import time
 
 from hoststage.cli.bench.ceilings import Memcpy, Ping, PlainStream
 from hoststage.cli.bench.process import helper_server
+from hoststage.cli.bench.product import Client
 from hoststage.cli.bench.rig import MIB, Call, Meter, Rig, ceiling, cycle, in_turns, product, ratio
 from hoststage.cli.bench.rows import Kind, at_least, at_most, measured
+
+
+class Stores:
+    """Stores one batch after the other, each to the end; a call returns seconds until the daemon had accepted it."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.handed_over: list[float] = []
+        self.stored: list[float] = []
+
+    def __call__(self) -> float:
+        started = time.perf_counter()
+        handed_over, accepted, ticket = self._client.store_accepted()
+        self._client.settle(ticket)
+        self.handed_over.append(handed_over)
+        self.stored.append(time.perf_counter() - started)
+        return accepted
 
 
 def store_batch(rig: Rig) -> None:
@@ -18,18 +37,14 @@ def store_batch(rig: Rig) -> None:
     with rig.daemon("memory:", store_limit=256 * MIB) as node, rig.client(node, shape, write=slots) as client:
         memcpy = Memcpy(shape.page_bytes, slots)
         rows = client.source["kv"]
-        stored: list[float] = []
-
-        def store() -> float:
-            accepted, whole = client.store_through()
-            stored.append(whole)
-            return accepted
-
+        store = Stores(client)
         with Meter(node, "store", shape) as meter:
             times = in_turns({"memcpy": lambda: memcpy.copy_in(rows), "store": store}, rounds, warm=3)
+        stored = store.stored
         costs = meter.costs(len(stored))
     rig.add(
         ceiling(case, "memcpy", "copy", shape, times["memcpy"]),
+        product(case, "store handed over", shape, store.handed_over[-rounds:]),
         product(case, "store to accepted", shape, times["store"]),
         product(case, "store to stored", shape, stored[-rounds:], note="into a store of plain memory"),
         product(case, "cost of both", shape, stored, costs, "client CPU includes the memcpy ceiling's"),
@@ -86,21 +101,22 @@ def one_page(rig: Rig) -> None:
     with helper_server("echo") as path, Ping(path) as ping:
         shape = rig.shape(mode="buffer_only", store="file")
         with rig.daemon("file") as node, rig.client(node, shape, write=32, credits=16) as client:
-            memcpy, rows, stored = Memcpy(shape.page_bytes, 32), client.source["kv"], []
-
-            def store() -> float:
-                accepted, whole = client.store_through()
-                stored.append(whole)
-                return accepted
-
+            memcpy, rows, store = Memcpy(shape.page_bytes, 32), client.source["kv"], Stores(client)
             calls_of: dict[str, Call] = {"memcpy": lambda: memcpy.copy_in(rows), "ping": ping, "store": store}
             times = in_turns(calls_of, rounds, calls=calls)
             floor = {"store": [a + b for a, b in zip(times["memcpy"], times["ping"], strict=True)]}
             rig.add(
                 ceiling(case, "memcpy", "copy in", shape, times["memcpy"]),
                 ceiling(case, "raw ping", "round trip", shape.but(page_bytes=64), times["ping"]),
+                product(case, "store handed over", shape, store.handed_over[-rounds * calls :]),
                 product(case, "store to accepted", shape, times["store"]),
-                product(case, "store to stored", shape, stored[-rounds * calls :], note="into files, direct I/O"),
+                product(case, "store to stored", shape, store.stored[-rounds * calls :], note="into files, direct I/O"),
+                at_most(
+                    case,
+                    "store of one 1 MiB page handed over, over memcpy + ping",
+                    ratio(store.handed_over[-rounds * calls :], floor["store"], rounds),
+                    1.3,
+                ),
                 at_most(
                     case,
                     "store of one 1 MiB page to accepted, over memcpy + ping",

@@ -59,7 +59,12 @@ _SEVERITY = {
     Severity.ADJUSTED: spb.SEVERITY_ADJUSTED,
     Severity.NOTICE: spb.SEVERITY_NOTICE,
 }
-_ARENA = {"write": spb.ARENA_KIND_WRITE, "read": spb.ARENA_KIND_READ, "whole": spb.ARENA_KIND_WHOLE}
+_ARENA = {
+    "write": spb.ARENA_KIND_WRITE,
+    "read": spb.ARENA_KIND_READ,
+    "whole": spb.ARENA_KIND_WHOLE,
+    "index": spb.ARENA_KIND_INDEX,
+}
 _PIN = {
     "none": spb.PIN_LEVEL_NONE,
     "resident": spb.PIN_LEVEL_RESIDENT,
@@ -269,6 +274,7 @@ def arena_to_proto(a: ArenaFacts) -> spb.ArenaGrant:
         stride=a.stride,
         chunk_bytes=a.chunk_bytes,
         pin=pin_to_proto(a.pin),
+        trailing_pages=a.trailing_pages,
     )
 
 
@@ -280,7 +286,7 @@ def verdict_to_proto(v: Verdict) -> pb.NegotiateResponse:
 
 
 def arena_kind_to_proto(kind: str) -> Any:
-    """Return the enum value of "write", "read" or "whole"."""
+    """Return the enum value of "write", "read", "whole" or "index"."""
     return _ARENA[kind]
 
 

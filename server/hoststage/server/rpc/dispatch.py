@@ -20,7 +20,7 @@ from hoststage.v1 import hoststage_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
-_UNANSWERED = frozenset({"release", "revoke_ack"})
+_UNANSWERED = frozenset({"release", "revoke_ack", "touch"})
 _COLD = frozenset({"hold", "seal_hold", "restore", "discard", "lease_arena", "return_arena", "budget"})
 
 
@@ -144,6 +144,9 @@ class Dispatcher:
                 self._done(request_id)
             case "revoke_ack":
                 self._live.revoke_ack(message.revoke_ack.revocation)
+            case "touch":
+                touch = message.touch
+                self._live.touch(touch.lookups, touch.loads, [(entry.pool, entry.slots) for entry in touch.slots])
             case "goodbye":
                 self._goodbye(request_id)
             case "open_data":

@@ -35,7 +35,7 @@ from hoststage.v1.ops import PROTOCOL_MAX, PROTOCOL_MIN
 
 log = structlog.get_logger(__name__)
 
-FEATURES = ("lane", "inline", "imported", "data", "pins", "holds", "whole_arenas", "credits")
+FEATURES = ("lane", "inline", "imported", "data", "pins", "holds", "whole_arenas", "credits", "page_index")
 OUTBOX_BYTES = 64 << 20
 """Answers and pushes that may wait for a client to read them."""
 FLUSH_SECONDS = 30.0

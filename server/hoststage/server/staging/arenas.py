@@ -100,6 +100,22 @@ class ArenaMaker:
             raise
         return made
 
+    async def make_indexes(
+        self, tenant: str, rules: Sequence[PoolRule], sizes: Sequence[tuple[int, int]]
+    ) -> list[PoolArena]:
+        """Return one arena for the page index of each pool with slots. sizes: slots and bytes, one a pool."""
+        loop = asyncio.get_running_loop()
+        made: list[PoolArena] = []
+        try:
+            for place, (rule, (slots, size)) in enumerate(zip(rules, sizes, strict=True)):
+                if slots:
+                    arena = await loop.run_in_executor(self._executor, self._pool.acquire, tenant, size, ArenaKind.READ)
+                    made.append(PoolArena(next(_ids), "index", place, slots, rule, arena))
+        except BaseException:
+            await self.release(made)
+            raise
+        return made
+
     def idle_whole(self, tenant: str, size: int) -> Arena | None:
         """Return a warm arena for a client that manages it itself, None where there is none."""
         return self._pool.take_idle(tenant, size, ArenaKind.WHOLE)

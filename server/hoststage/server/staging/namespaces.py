@@ -12,12 +12,14 @@ from hoststage.core.spans import shape_of
 from hoststage.core.stack import Mode, Stack
 from hoststage.server.contract import SessionRequest
 from hoststage.server.staging.arenas import PoolArena
+from hoststage.server.staging.indexes import Indexes
 
 
 @dataclass(slots=True)
 class NamespaceMemory:
     """The read arenas of a namespace, one a pool. `names` and `shapes`: of its pools, in stack order.
 
+    indexes: its page indexes, once pages stay resident and nothing but their presence decides what can be restored.
     used_at: when its last session went, in seconds of the engine's clock. holder: its name in the ledger.
     """
 
@@ -29,6 +31,7 @@ class NamespaceMemory:
     shapes: tuple[str, ...]
     used_at: float
     holder: str
+    indexes: Indexes | None = None
 
 
 def new_namespace(

@@ -21,11 +21,11 @@ from hoststage.core.findings import Grant, NodeFacts, Verdict
 from hoststage.core.ledger import Ledger, OverBudget
 from hoststage.core.prefix import Rules, rules_of
 from hoststage.core.sessions import SessionCore, SessionLimits, SessionState
-from hoststage.core.stack import PayloadPath, namespace_of
+from hoststage.core.stack import Mode, PayloadPath, namespace_of
 from hoststage.core.tier import Tier
 from hoststage.core.writepool import WritePool
 from hoststage.server.contract import PoolFacts, Port, Refusal, SessionRequest, TierFacts
-from hoststage.server.memory.arena import ArenaKind
+from hoststage.server.memory.arena import ArenaKind, MemoryUnavailable
 from hoststage.server.memory.imports import descriptor_limit
 from hoststage.server.memory.pool import ArenaPool
 from hoststage.server.staging.arenas import ArenaMaker, PoolArena
@@ -33,6 +33,7 @@ from hoststage.server.staging.durable import HoldOptions
 from hoststage.server.staging.engine import Engine
 from hoststage.server.staging.holds import Holds
 from hoststage.server.staging.imports import DescriptorBudget
+from hoststage.server.staging.indexes import make_indexes
 from hoststage.server.staging.leases import WholeLeases
 from hoststage.server.staging.namespaces import (
     NamespaceMemory,
@@ -143,6 +144,7 @@ class Service:
             self._entering.add(name)
             try:
                 space = await self._namespace(request, grant, name)
+                await self._index(space, grant)
                 write = await self._write_arenas(request, grant, space.core.rules)
             except BaseException:
                 self.ledger.give(holder)
@@ -237,6 +239,9 @@ class Service:
         self.tier.namespaces.pop(name)
         self.engine.read_arenas.pop(name)
         self.ledger.give(space.holder)
+        if space.indexes is not None:
+            space.indexes.close()
+            await self._maker.release(space.indexes.arenas)
         await self._maker.release(space.arenas)
         log.info("namespace.closed", namespace=name[:12], model=space.model)
 
@@ -265,6 +270,15 @@ class Service:
         log.info("namespace.opened", namespace=name[:12], model=space.model, bytes=grant.namespace_bytes)
         return space
 
+    async def _index(self, space: NamespaceMemory, grant: Grant) -> None:
+        """Give a namespace in which pages stay its page indexes. They are an extra: without them clients ask."""
+        if space.indexes is not None or grant.mode is not Mode.CACHE or not space.core.rules.self_service:
+            return
+        try:
+            space.indexes = await make_indexes(self._maker, space.tenant, space.core.rules.pools, space.core.pools)
+        except MemoryUnavailable as error:
+            log.warning("namespace.no_index", namespace=space.core.name[:12], problem=str(error))
+
     async def _write_arenas(self, request: SessionRequest, grant: Grant, rules: Rules) -> list[PoolArena]:
         slots = [g.write_slots + g.hold_slots for g in in_stack_order(request.stack, grant)]
         return await self._maker.make(request.stack.identity.tenant, ArenaKind.WRITE, rules.pools, slots)
@@ -290,7 +304,7 @@ class Service:
             min(request.credits, self.options.limits.max_credits) if verdict.grant.path is PayloadPath.SHM else 0,
         )
         self.tier.open(core)
-        session = Session(self, core, request, verdict, port, write, space.arenas, self.engine.now())
+        session = Session(self, core, request, verdict, port, write, space, self.engine.now())
         self._sessions[session_id] = session
         self.engine.listeners[session_id] = session
         self.engine.write_arenas[session_id] = write

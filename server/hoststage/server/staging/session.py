@@ -29,7 +29,9 @@ from hoststage.server.contract import (
 )
 from hoststage.server.staging.arenas import PoolArena
 from hoststage.server.staging.imported import ImportedPath
+from hoststage.server.staging.indexes import FEATURE
 from hoststage.server.staging.moves import Moves
+from hoststage.server.staging.namespaces import NamespaceMemory
 from hoststage.server.staging.wire_spans import keys_of, parts_of, pool_slots, ranges, reserve_reply
 from hoststage.shm.copy import address_of, copy_bytes
 from hoststage.v1 import ops
@@ -55,7 +57,7 @@ class Session:
         verdict: Verdict,
         port: Port,
         write: list[PoolArena],
-        read: list[PoolArena],
+        space: NamespaceMemory,
         opened_at: float,
     ) -> None:
         assert verdict.grant is not None
@@ -70,7 +72,9 @@ class Session:
         self._tier = service.tier
         self._port = port
         self._write = write
-        self._read = read
+        self._read = space.arenas
+        # What only some clients can make use of: the others are not told of it.
+        self._indexes = space.indexes if FEATURE in request.features else None
         self._reserving: dict[int, Reply] = {}
         # Loads whose pages the daemon itself takes out of the leased slots, and which revocations ask for them.
         self._own_loads: dict[int, OwnLoad] = {}
@@ -95,7 +99,8 @@ class Session:
     @property
     def arenas(self) -> Sequence[ArenaFacts]:
         # A pool that stays on the device has no arena, and nothing to map.
-        return [a.facts() for a in (*self._write, *self._read) if a.arena is not None]
+        facts = [a.facts() for a in (*self._write, *self._read) if a.arena is not None]
+        return facts + (self._indexes.facts() if self._indexes is not None else [])
 
     @property
     def pool_count(self) -> int:
@@ -127,7 +132,8 @@ class Session:
         return self._read[pool]
 
     def descriptors(self) -> list[ArenaDescriptor]:
-        return [d for a in (*self._write, *self._read) for d in a.descriptors()]
+        indexes = self._indexes.arenas if self._indexes is not None else []
+        return [d for a in (*self._write, *self._read, *indexes) for d in a.descriptors()]
 
     # -------------------------------------------------------------- requests
 
@@ -354,6 +360,11 @@ class Session:
             self._port.push(message)
         else:
             own(message)
+
+    def touch(self, lookups: int, loads: int, used: Sequence[tuple[int, Sequence[int]]]) -> None:
+        if any(pool >= len(self._write) for pool, _ in used):
+            raise RequestError("RANGES", "a pool that is not in the stack", field="touch.slots")
+        self._tier.touch(self.core, lookups, loads, used)
 
     def cancel_load(self, load_id: int) -> None:
         self._tier.cancel(self.core, load_id)
