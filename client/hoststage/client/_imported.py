@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import secrets
@@ -82,7 +83,12 @@ class Imported:
     def withdraw(self, claim: int) -> None:
         """Make sure that the daemon does not touch the memory for that claim any more, waiting for a move that is under way."""
         self._withdrawn = True
-        claims.wait_and_take(self._claims_fd, claim)
+        try:
+            claims.wait_and_take(self._claims_fd, claim)
+        except OSError as error:
+            # Closed meanwhile by another thread, which has seen to it that the daemon is done with the memory.
+            if error.errno != errno.EBADF:
+                raise
 
     def close(self, timeout: float | None = None) -> None:
         """Let the daemon close its descriptors. Pages that it took are stored all the same. Safe to repeat."""

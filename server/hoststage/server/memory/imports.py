@@ -99,7 +99,8 @@ def _check_kind(fd: int, field: str) -> None:
 
 def _open_anew(fd: int, field: str) -> int:
     try:
-        return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY)
+        # Not to wait for a lease on the file, which its owner gives up when it likes (seconds, by the kernel's own patience).
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             remedy = "raise RLIMIT_NOFILE of the daemon"

@@ -146,7 +146,7 @@ class ImportedPath:
 
     async def _reserved(self, op: ops.Reserve, request_id: int) -> ops.ReserveReply:
         """Return write slots. Where there are some, the copy into them counts as begun."""
-        future: asyncio.Future[ops.ReserveReply] = self._future()
+        future: asyncio.Future[ops.ReserveReply] = asyncio.get_running_loop().create_future()
 
         def answered(answer: ops.HotReply) -> None:
             assert isinstance(answer, ops.ReserveReply)
@@ -156,13 +156,12 @@ class ImportedPath:
                     self._session.copy_began()
                 future.set_result(answer)
 
-        self._session.submit(op, request_id, answered)
-        return await self._awaited(future)
+        return await self._awaited(future, lambda: self._session.submit(op, request_id, answered))
 
     async def _committed(self, op: ops.Commit, request_id: int) -> ops.CommitReply:
         if not self._active:
             raise self._over()
-        future: asyncio.Future[ops.CommitReply] = self._future()
+        future: asyncio.Future[ops.CommitReply] = asyncio.get_running_loop().create_future()
 
         def answered(answer: ops.HotReply) -> None:
             assert isinstance(answer, ops.CommitReply)
@@ -173,15 +172,14 @@ class ImportedPath:
                 # Credits would be slots that nobody here can write.
                 future.set_result(answer)
 
-        self._session.submit(op, request_id, answered)
-        return await self._awaited(future)
+        return await self._awaited(future, lambda: self._session.submit(op, request_id, answered))
 
     # -------------------------------------------------------------- loading
 
     async def _load(self, m: ImportedLoad, used: Sequence[Import]) -> ImportedLoadReply:
         session = self._session
         groups: list[ops.LoadReady] = []
-        future: asyncio.Future[ops.LoadReady] = self._future()
+        future: asyncio.Future[ops.LoadReady] = asyncio.get_running_loop().create_future()
 
         def arrived(message: ops.LoadReady) -> None:
             groups.append(message)
@@ -190,9 +188,14 @@ class ImportedPath:
                     session.copy_began()
                 future.set_result(message)
 
-        load_id = session.begin_own_load(m.load, arrived)
+        load_id = 0
+
+        def begin() -> None:
+            nonlocal load_id
+            load_id = session.begin_own_load(m.load, arrived)
+
         try:
-            end = await self._awaited(future)
+            end = await self._awaited(future, begin)
             if end.outcome is not ops.Outcome.READY:
                 return ImportedLoadReply(end.outcome, detail=end.detail)
             try:
@@ -202,7 +205,8 @@ class ImportedPath:
             finally:
                 session.copy_ended()
         finally:
-            session.end_own_load(load_id)
+            if load_id:
+                session.end_own_load(load_id)
 
     async def _write_out(
         self, m: ImportedLoad, used: Sequence[Import], load_id: int, prefix: int, groups: Iterable[ops.LoadReady]
@@ -229,7 +233,13 @@ class ImportedPath:
         session.engine.daemon_copies += pages
         if not self._active or load_id not in session.core.loads:
             # The leases were given up while the pages were read: others may have come in their place.
-            return ImportedLoadReply(ops.Outcome.CANCELLED, detail="the load was given up while its pages were written")
+            raise RequestError(
+                "LOAD_RELEASED",
+                "the leases of the load were released while its pages were written",
+                code="FAILED_PRECONDITION",
+                field="load",
+                remedy="release only loads whose answers named slots",
+            )
         ranges = tuple(ops.PoolRange(pool, first, len(slots)) for pool, (first, slots) in sorted(came.items()))
         return ImportedLoadReply(ops.Outcome.READY, prefix, ranges)
 
@@ -301,14 +311,11 @@ class ImportedPath:
             )
         return memory
 
-    def _future(self) -> asyncio.Future[Any]:
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    async def _awaited(self, future: asyncio.Future[_T], begin: Callable[[], object]) -> _T:
+        """Begin what will set the future, and wait for that, or for the session to be cut off."""
         self._waiting.add(future)
-        future.add_done_callback(self._waiting.discard)
-        return future
-
-    async def _awaited(self, future: asyncio.Future[_T]) -> _T:
         try:
+            begin()
             return await future
         finally:
             self._waiting.discard(future)

@@ -11,7 +11,7 @@ from hoststage.server.contract import RequestError
 
 MOST_MEMFDS = 250
 """Descriptors of one import: as many as cross the fd socket at once."""
-MOST_WAITING = 64
+MOST_WAITING = 8
 """Imports of one session that were announced and whose descriptors have not come."""
 
 
@@ -71,6 +71,15 @@ class Imports:
         return self._last
 
     def _take_budget(self, count: int) -> None:
+        mine, share = sum(len(i.sizes) for i in self._imports.values()), self._budget.limit // 2
+        if mine + count > share:
+            raise RequestError(
+                "IMPORT_DESCRIPTORS",
+                f"{count} descriptors wanted, {mine} are this session's, which may have {share}",
+                code="RESOURCE_EXHAUSTED",
+                field="import_memory.bytes",
+                remedy="import fewer and larger memfds, or raise RLIMIT_NOFILE of the daemon: an eighth of it is for one session",
+            )
         if self._budget.taken + count > self._budget.limit:
             raise RequestError(
                 "IMPORT_DESCRIPTORS",
