@@ -80,7 +80,7 @@ class Session:
         self._own_loads: dict[int, OwnLoad] = {}
         self._own_revocations: dict[int, int] = {}
         self._imported = ImportedPath(self, service.executor, service.imported_descriptors)
-        self.moves = Moves(self, write, read)
+        self.moves = Moves(self, write, space.arenas)
 
     # -------------------------------------------------------------- facts
 
