@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt import runtime_context
 from sglang.srt.mem_cache.device_pool_info import (
     KVBufferLayout,
     KVBuffers,
@@ -20,12 +21,18 @@ from sglang.srt.mem_cache.device_pool_info import (
 )
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool
+from sglang.srt.mem_cache.pool_host import base, common
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
 from sglang.srt.mem_cache.pool_host.host_pool_decl import HostPoolDecl, HostPoolStorageInfo
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+from sglang.srt.plugins import hook_registry
+from sglang.srt.server_args import ServerArgs
+
+from hoststage.client.engines.sglang import plugin
+from tests.integration.daemon import ROOT
 
 CPU = torch.device("cpu")
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
@@ -273,6 +280,59 @@ def transfer(
     """Return a transfer; without pages it only asks."""
     indices = None if pages is None else ids(pool, pages)
     return PoolTransfer(name=name, host_indices=indices, keys=keys, hit_policy=policy)
+
+
+HOOKED = (
+    (common, "get_allocator_from_storage"),
+    (base, "host_memory_budget_bytes"),
+    (common, "_cuda_host_register"),
+    (common, "_cuda_host_unregister"),
+)
+
+
+def hook_host_pools() -> Callable[[], None]:
+    """Load the plug-in as SGLang's loader does, in a process that makes host pools. Returns what takes the hooks off again."""
+    originals = [getattr(module, name) for module, name in HOOKED]
+    resolve = ServerArgs.resolve_once
+    plugin.register()
+    hook_registry.HookRegistry.apply_hooks()
+
+    def unhook() -> None:
+        hook_registry.HookRegistry.reset()
+        for (module, name), original in zip(HOOKED, originals, strict=True):
+            wrapped = getattr(module, name)
+            setattr(module, name, original)
+            hook_registry._propagate_patch(wrapped, original, module)
+        ServerArgs.resolve_once = resolve
+
+    return unhook
+
+
+@contextmanager
+def engine(extra: dict[str, Any] | None, storage: str | None = None) -> Iterator[None]:
+    """Publish the configuration of an engine with that extra configuration, as a scheduler process has it."""
+    args = ServerArgs(
+        model_path=str(ROOT / "tests" / "fixtures" / "models" / "llama-3.1-8b"),
+        device="cpu",
+        skip_tokenizer_init=True,
+        enable_hierarchical_cache=True,
+        hicache_storage_backend=storage,
+        hicache_storage_backend_extra_config=None if extra is None else json.dumps(extra),
+    )
+    ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
+    with runtime_context.use_context(runtime_context.create_context(args, role="scheduler", ranks=ranks)):
+        yield
+
+
+def mapping_at(address: int) -> tuple[str, str]:
+    """Return the name and the inode of what this process maps at an address."""
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        for line in maps:
+            first, _, last = line.split()[0].partition("-")
+            if int(first, 16) <= address < int(last, 16):
+                fields = line.split()
+                return (fields[5] if len(fields) > 5 else "", fields[4])
+    raise AssertionError(f"nothing is mapped at {address:#x}")
 
 
 def sockets(folder: Path) -> Path:

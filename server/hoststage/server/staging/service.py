@@ -146,6 +146,8 @@ class Service:
                 space = await self._namespace(request, grant, name)
                 await self._index(space, grant)
                 write = await self._write_arenas(request, grant, space.core.rules)
+                # What was warm for it counts once from now on, as its own.
+                self.sync_idle_arenas()
             except BaseException:
                 self.ledger.give(holder)
                 self._unused(name, request)

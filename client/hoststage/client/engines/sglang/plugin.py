@@ -1,7 +1,7 @@
 """The plug-in that SGLang loads at start (entry point group `sglang.srt.plugins`): the handshake before weights are loaded.
 
 SGLang runs `register` in every process. It hooks the resolution of the arguments, where the model's configuration and all flags are known and nothing is loaded
-yet; there alone an exception stops the launch. Where the launch does not use hoststage's storage backend, nothing happens.
+yet; there alone an exception stops the launch. Where the launch neither uses hoststage's storage backend nor its memory for host pools, nothing happens.
 
 The stack is described by `hoststage check` in a process of its own, which asks the daemon about every pipeline stage and answers with all findings. The backend
 confirms it once SGLang's host pools exist, with their true sizes.
@@ -21,13 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hoststage.client.engines.sglang.settings import SECTION, Settings
+from hoststage.client.engines.sglang.hostpools import FIELD, Leases
+from hoststage.client.engines.sglang.settings import SECTION, HostPools, Settings
+from hoststage.client.errors import HostStageError, StackError
 from hoststage.client.session import resolve_address
 
 _log = logging.getLogger(__name__)
 
 TARGET = "sglang.srt.server_args.ServerArgs.resolve_once"
 MODULE = "hoststage.client.engines.sglang.backend"
+HOST_POOLS = "sglang.srt.mem_cache.pool_host.common"
+OWN_MEMORY = ("mooncake", "mori", "shm", "tensorcast")
+"""Storage backends, and `"allocator"`s, whose host pools are in memory that they bring themselves."""
 
 FLAGS = (
     "tp_size",
@@ -77,6 +82,11 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(TARGET, around_resolution, HookType.AROUND)
+    if HOST_POOLS in sys.modules:
+        # A process that makes host pools, with arguments that were resolved elsewhere. Others are spared an import of a second and more.
+        from hoststage.client.engines.sglang import allocator
+
+        allocator.hook()
 
 
 def around_resolution(original: Callable[..., Any], server_args: Any, *args: Any, **kwargs: Any) -> Any:
@@ -94,21 +104,68 @@ def around_resolution(original: Callable[..., Any], server_args: Any, *args: Any
         extra = extra_config_of(view)
         if extra is not None:
             shake_hands(view, Settings.of(extra), lambda: _model_config(server_args))
+        prepare_host_pools(view)
     return result
 
 
 def extra_config_of(view: Any) -> Mapping[str, Any] | None:
-    """Return the extra configuration of a launch that uses hoststage's backend, else None. What cannot be read is left for SGLang to refuse."""
+    """Return the extra configuration of a launch that uses hoststage's backend, else None."""
+    extra = read_extra(view)
+    if getattr(view, "hicache_storage_backend", None) != "dynamic" or extra is None:
+        return None
+    return extra if extra.get("module_path") == MODULE else None
+
+
+def read_extra(view: Any) -> Mapping[str, Any] | None:
+    """Return the extra configuration of a launch, whatever its storage backend. None for none; what cannot be read is left for SGLang to refuse."""
     given = getattr(view, "hicache_storage_backend_extra_config", None)
-    if getattr(view, "hicache_storage_backend", None) != "dynamic" or not isinstance(given, str):
+    if not isinstance(given, str):
         return None
     try:
         extra = _read_file(Path(given[1:])) if given.startswith("@") else json.loads(given)
     except (OSError, ValueError):
         return None
-    if not isinstance(extra, Mapping) or extra.get("module_path") != MODULE:
-        return None
-    return extra
+    return extra if isinstance(extra, Mapping) else None
+
+
+def prepare_host_pools(view: Any) -> None:
+    """Where host pools are to live in the daemon's memory, ask what it has, and hook SGLang's allocation.
+
+    :raises StackError: where the storage backend brings memory of its own. :raises LaunchRefused: where the daemon is `required` and away, or refuses.
+    """
+    extra = read_extra(view)
+    if extra is None or SECTION not in extra:
+        return
+    settings = Settings.of(extra)
+    if settings.host_pools is not HostPools.DAEMON:
+        return
+    for name, value in (
+        ("hicache_storage_backend", getattr(view, "hicache_storage_backend", None)),
+        ("allocator", extra.get("allocator")),
+    ):
+        if value in OWN_MEMORY:
+            raise StackError(
+                name, value, f'choose: {value} brings host memory of its own, "host_pools": "daemon" is the daemon\'s'
+            )
+    supply = Leases(settings, "launch")
+    try:
+        free = supply.free()
+    except HostStageError as error:
+        if settings.required:
+            raise LaunchRefused(f"{FIELD} is {settings.host_pools.value!r} and required, but {error}") from error
+        _log.warning("hoststage: SGLang is to allocate its host pools itself, the daemon does not: %s", error)
+    else:
+        _log.info(
+            "hoststage: host pools come from the daemon at %s, %.2f GB are free there", supply.address, free / 1e9
+        )
+    finally:
+        supply.close()
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from hoststage.client.engines.sglang import allocator
+
+    allocator.hook()
+    HookRegistry.apply_hooks()
 
 
 def _read_file(path: Path) -> Any:

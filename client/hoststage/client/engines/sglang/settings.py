@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from enum import Enum
 from typing import Any
 
 from hoststage.client.errors import StackError
@@ -12,14 +13,23 @@ from hoststage.client.stack import Mode, ModeWish
 SECTION = "hoststage"
 
 
+class HostPools(Enum):
+    """Where SGLang's host pools live: in memory of the engine's own, or in the daemon's."""
+
+    ENGINE = "engine"
+    DAEMON = "daemon"
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of the storage backend and of the linker. Times in seconds.
+    """Settings of the storage backend, of the linker and of the host allocator. Times in seconds.
 
     address: of the daemon, as in `hoststage.client.connect`. tenant: pages never meet across it. weights_revision, quantization, kv_scales: parts of
     the identity that SGLang's own configuration does not tell, or not well enough. modes: what is asked of the daemon, in order. slots: host slots a
     pool, both sides together; a pool that is not named is sized by the daemon. required: a daemon that is absent or refuses stops the launch;
     otherwise the engine runs on without it, every lookup a miss. pin_seconds: how long the linker's lookups keep what they found from being evicted.
+    host_pools: where SGLang's host pools live, whatever its storage backend.
+    host_pool_timeout: of one lease, in which the daemon populates the memory.
     """
 
     address: str | None = None
@@ -31,11 +41,13 @@ class Settings:
     modes: tuple[ModeWish, ...] = (ModeWish(Mode.BUFFER_ONLY), ModeWish(Mode.CACHE))
     slots: Mapping[str, int] = field(default_factory=dict)
     required: bool = False
+    host_pools: HostPools = HostPools.ENGINE
     connect_timeout: float = 5.0
     lookup_timeout: float = 2.0
     load_timeout: float = 10.0
     store_timeout: float = 30.0
     pin_seconds: float = 10.0
+    host_pool_timeout: float = 600.0
 
     @classmethod
     def of(cls, extra_config: Mapping[str, Any] | None) -> Settings:
@@ -57,6 +69,9 @@ def _value(name: str, value: Any) -> Any:
     if name == "slots":
         good = isinstance(value, Mapping) and all(_whole(n) for n in value.values())
         return dict(_need(good, at, value, 'write pools and numbers, as {"kv": 4096}'))
+    if name == "host_pools":
+        known = [place.value for place in HostPools]
+        return HostPools(_need(value in known, at, value, f"use {' or '.join(known)}"))
     if name == "required":
         return _need(isinstance(value, bool), at, value, "write true or false")
     if name.endswith(("_timeout", "_seconds")):
