@@ -31,7 +31,7 @@ from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.plugins import hook_registry
 from sglang.srt.server_args import ServerArgs
 
-from hoststage.client.engines.sglang import plugin
+from hoststage.client.engines.sglang import allocator, plugin
 from tests.integration.daemon import ROOT
 
 CPU = torch.device("cpu")
@@ -304,6 +304,9 @@ def hook_host_pools() -> Callable[[], None]:
             setattr(module, name, original)
             hook_registry._propagate_patch(wrapped, original, module)
         ServerArgs.resolve_once = resolve
+        if allocator._current is not None:
+            allocator._current.close()
+            allocator._current = None
 
     return unhook
 

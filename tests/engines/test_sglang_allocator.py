@@ -60,9 +60,6 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(allocator, "_said", set())
     yield
     unhook()
-    if allocator._current is not None:
-        allocator._current.close()
-        allocator._current = None
 
 
 def _extra(address: str, **section: Any) -> dict[str, Any]:

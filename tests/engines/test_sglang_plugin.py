@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
@@ -26,7 +28,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 from hoststage.cli.sglang_args import SglangFlags  # noqa: E402
 from hoststage.client import StackError  # noqa: E402
 from hoststage.client.engines.sglang import plugin  # noqa: E402
-from tests.integration.daemon import ROOT, Daemon  # noqa: E402
+from tests.engines import sglang_support as sg  # noqa: E402
+from tests.integration.daemon import ROOT, Daemon, environment  # noqa: E402
 
 MODELS = ROOT / "tests" / "fixtures" / "models"
 
@@ -51,12 +54,11 @@ def storeless() -> Iterator[Daemon]:
 def hooked() -> Iterator[None]:
     """The hook as SGLang's loader applies it, taken off again afterwards."""
     original = server_args.ServerArgs.resolve_once
-    plugin.register()
-    HookRegistry.apply_hooks()
+    unhook = sg.hook_host_pools()
     assert server_args.ServerArgs.resolve_once is not original
     yield
-    HookRegistry.reset()
-    server_args.ServerArgs.resolve_once = original
+    unhook()
+    assert server_args.ServerArgs.resolve_once is original
 
 
 def _extra(address: str, **section: Any) -> str:
@@ -180,16 +182,45 @@ def test_every_flag_that_is_passed_on_is_one_that_check_reads() -> None:
     assert set(plugin.FLAGS) <= known
 
 
-def test_sglangs_own_loader_finds_the_plugin_by_its_entry_point(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _install(folder: Path) -> None:
+    """Leave what an installation leaves: the entry points that the wheel is built with."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     target = project["project"]["entry-points"][sglang_plugins.GENERAL_PLUGINS_GROUP]["hoststage"]
-    # What an installation leaves: the entry points that the wheel is built with.
-    info = tmp_path / "hoststage-0.dist-info"
+    info = folder / "hoststage-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hoststage\nVersion: 0\n")
     (info / "entry_points.txt").write_text(f"[{sglang_plugins.GENERAL_PLUGINS_GROUP}]\nhoststage = {target}\n")
+
+
+SCHEDULER = """
+import importlib, sys, types
+sys.path.insert(0, sys.argv[1])
+if sys.argv[2] == "scheduler":
+    # Importing the real one needs more than a CPU.
+    sys.modules["sglang.srt.managers.scheduler"] = types.ModuleType("scheduler")
+from sglang.srt.plugins import load_plugins
+load_plugins()
+print("sglang.srt.mem_cache.pool_host.common" in sys.modules)
+mha = importlib.import_module("sglang.srt.mem_cache.pool_host.mha")
+print([hasattr(getattr(mha, name), "__wrapped__") for name in ("get_allocator_from_storage", "host_memory_budget_bytes")])
+"""
+
+
+@pytest.mark.parametrize("process", ["scheduler", "other"])
+def test_processes_that_make_host_pools_are_hooked_by_sglangs_loader_and_others_spared(
+    tmp_path: Path, process: str
+) -> None:
+    _install(tmp_path)
+    command = [sys.executable, "-W", "ignore", "-c", SCHEDULER, str(tmp_path), process]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120, check=True)
+    hooked = process == "scheduler"
+    assert done.stdout.splitlines()[-2:] == [str(hooked), str([hooked, hooked])], done.stderr
+
+
+def test_sglangs_own_loader_finds_the_plugin_by_its_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sglang_plugins, "_plugins_loaded", False)
     HookRegistry.reset()

@@ -82,6 +82,14 @@ def _to_device(
 
 
 @pytest.fixture
+def hooked() -> Iterator[None]:
+    """The plug-in, as SGLang's loader applies it."""
+    unhook = sg.hook_host_pools()
+    yield
+    unhook()
+
+
+@pytest.fixture
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "_cuda_host_register", lambda *_: None)
     monkeypatch.setattr(MHATokenToKVPoolHost, "backup_from_device_all_layer", _to_host)
@@ -104,8 +112,8 @@ def _window_pools() -> tuple[tuple[Any, ...], Any]:
 class Engine:
     """A tree with HiCache and hoststage's backend, over a device pool in host memory (host layout `page_first`)."""
 
-    def __init__(self, node: Daemon, group: Any, mode: str, *, window: bool = False) -> None:
-        extra = {**sg.config(node.address).extra_config, "prefetch_threshold": sg.PAGE}
+    def __init__(self, node: Daemon, group: Any, mode: str, *, window: bool = False, **section: Any) -> None:
+        extra = {**sg.config(node.address, section=section).extra_config, "prefetch_threshold": sg.PAGE}
         args = ServerArgs(
             model_path=str(MODEL),
             device="cpu",
@@ -211,8 +219,8 @@ class Engine:
 def engines(node: Daemon, group: Any, without_gpu: None) -> Iterator[Callable[..., Engine]]:
     opened: list[Engine] = []
 
-    def start(mode: str, *, window: bool = False) -> Engine:
-        opened.append(Engine(node, group, mode, window=window))
+    def start(mode: str, *, window: bool = False, **section: Any) -> Engine:
+        opened.append(Engine(node, group, mode, window=window, **section))
         return opened[-1]
 
     yield start
@@ -277,3 +285,37 @@ def test_a_window_pool_comes_back_with_its_full_pool_in_buffer_only(engines: Cal
     at = other.tree.path_device_indices(found.last_device_node)
     assert all(torch.equal(a, b) for a, b in zip(wanted, other.rows(at), strict=True))
     assert other.backend.failures == {}
+
+
+@pytest.mark.parametrize("mode", ["buffer_only", "cache"])
+def test_a_tree_whose_host_pools_are_in_the_daemons_memory_works_alike(
+    node: Daemon, hooked: None, engines: Callable[..., Engine], mode: str
+) -> None:
+    first = 50_000 if mode == "cache" else 60_000
+    tokens = array("q", range(first, first + PAGES * sg.PAGE))
+    engine = engines(mode, window=mode == "buffer_only", host_pools="daemon", required=True)
+    for pool in (engine.backend.mem_pool_host, *(p.pool for p in engine.backend._pools.values())):
+        assert {sg.mapping_at(t.data_ptr())[0] for t in sg.tensors_of(pool)} == {"/memfd:hoststage-whole"}
+    wanted = engine.store(tokens, 7)
+    if mode == "cache":
+        engine.until(
+            lambda: engine.tree.evict(EvictParams(num_tokens=SLOTS)) and engine.tree.full_evictable_size() == 0
+        )
+        # It comes back from the host pool, without the store.
+        engine.fill(8)
+        found = engine.match(tokens)
+        assert found.host_hit_length == len(tokens)
+        req = Req("r", "", array("q", [*tokens, 1, 2, 3]), SamplingParams(max_new_tokens=4))
+    else:
+        ask = [sg.transfer(PoolName.SWA, ["window"] * (WINDOW // sg.PAGE), policy=PoolHitPolicy.TRAILING_PAGES)]
+        hashes = get_storage_hash_str(list(tokens), None, page_size=sg.PAGE)
+        engine.until(lambda: engine.backend.batch_exists_v2(hashes, ask).kv_hit_pages == PAGES)
+        engine = engines(mode, window=True, host_pools="daemon", required=True)
+        engine.fill(8)
+        req = engine.fetch(tokens)
+    engine.load(req)
+    found = engine.match(tokens)
+    assert found.device_prefix_len == len(tokens)
+    at = engine.tree.path_device_indices(found.last_device_node)
+    assert all(torch.equal(a, b) for a, b in zip(wanted, engine.rows(at), strict=True))
+    assert engine.backend.failures == {}

@@ -8,6 +8,7 @@ unmapped). Where the setting is absent they do what SGLang does.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import math
 import os
@@ -207,10 +208,9 @@ def around_budget(original: Callable[..., int], requested_bytes: int = 0, *, aut
 
 def _own_budget() -> int:
     """Return what SGLang itself would let a pool have, outside of any scope."""
-    function = base.host_memory_budget_bytes
     token = base._host_memory_budget.set(None)
     try:
-        return int(getattr(function, "__wrapped__", function)())
+        return int(inspect.unwrap(base.host_memory_budget_bytes)())
     finally:
         base._host_memory_budget.reset(token)
 

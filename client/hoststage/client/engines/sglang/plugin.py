@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 TARGET = "sglang.srt.server_args.ServerArgs.resolve_once"
 MODULE = "hoststage.client.engines.sglang.backend"
-HOST_POOLS = "sglang.srt.mem_cache.pool_host.common"
+MAKE_HOST_POOLS = ("sglang.srt.managers.scheduler", "sglang.srt.mem_cache.pool_host.common")
 OWN_MEMORY = ("mooncake", "mori", "shm", "tensorcast")
 """Storage backends, and `"allocator"`s, whose host pools are in memory that they bring themselves."""
 
@@ -82,8 +82,8 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(TARGET, around_resolution, HookType.AROUND)
-    if HOST_POOLS in sys.modules:
-        # A process that makes host pools, with arguments that were resolved elsewhere. Others are spared an import of a second and more.
+    if any(module in sys.modules for module in MAKE_HOST_POOLS):
+        # A process that makes host pools, of arguments that were resolved elsewhere. Others are spared an import of a second and more.
         from hoststage.client.engines.sglang import allocator
 
         allocator.hook()
