@@ -112,7 +112,8 @@ def test_an_indexer_beside_its_anchor_lives_there_too(node: Daemon) -> None:
 @pytest.mark.parametrize("storage", [None, "file"])
 def test_it_serves_launches_with_any_storage_backend_or_none(node: Daemon, storage: str | None) -> None:
     with sg.engine(_extra(node.address, required=True), storage):
-        assert sg.mapping_at(sg.tensors_of(sg.mla("page_first"))[0].data_ptr())[0] == OURS
+        pool = sg.mla("page_first")
+        assert sg.mapping_at(sg.tensors_of(pool)[0].data_ptr())[0] == OURS
 
 
 @pytest.mark.parametrize("extra", [None, {"hoststage": {"host_pools": "engine"}}, {"prefetch_threshold": 16}])
