@@ -245,8 +245,8 @@ class PageRows:
 
     @property
     def on_host(self) -> bool:
-        """Whether the rows are memory of this process, and not a device's."""
-        return not self._tensors
+        """Whether the rows are memory that this process itself reads and writes: no tensors of a device, no pieces that a mover moves."""
+        return not self._tensors and (self._scattered is None or self._scattered.mover is None)
 
     def views(self, rows: Sequence[int]) -> list[memoryview]:
         """Return the bytes of host rows as they follow each other, rows that are adjacent in memory in one view.
