@@ -176,7 +176,7 @@ class Link:
             self.registration = cuda.register_arenas(list(self.arenas), self.options.register)
             if not self.registration.arenas:
                 # Registration would have touched every page.
-                self._populating = Populating(list(self.arenas))
+                self._populating = Populating([*self.arenas.index.values(), *self.arenas])
         limit = welcome.limits.max_message_bytes or 64 << 20
         self.lane = Lane.attach(welcome.lane_socket, welcome.session, welcome.lane_token, self.router, limit, deadline)
 

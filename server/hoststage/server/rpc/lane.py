@@ -43,6 +43,7 @@ class LaneProtocol(asyncio.Protocol):
         self._max_message = max_message
         self._max_open = max_open
         self._open = 0
+        self._fd = -1
         self._reader = lane.FrameReader(lane.ATTACH_BODY.size)
         self._transport: asyncio.Transport | None = None
         self._connection: Connection | None = None
@@ -59,6 +60,7 @@ class LaneProtocol(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._connections.metrics.lanes += 1
         self._transport.set_write_buffer_limits(high=1 << 20)
+        self._fd = self._transport.get_extra_info("socket").fileno()
         self._timer = asyncio.get_running_loop().call_later(
             ATTACH_SECONDS, self._close, "no ATTACH in time", "unattached"
         )
@@ -128,8 +130,19 @@ class LaneProtocol(asyncio.Protocol):
             log.warning("lane.too_slow", session=self._session)
             transport.abort()
             return False
-        transport.write(data)
+        if not transport.get_write_buffer_size():
+            data = self._write_now(data)
+        if data:
+            transport.write(data)
         return True
+
+    def _write_now(self, data: bytes) -> bytes:
+        """Write as much as goes at once and return the rest. A transport writes only after the callbacks that are due, which may be many."""
+        try:
+            return data[os.write(self._fd, data) :]
+        except OSError:
+            # What is wrong with the socket is for the transport to find out.
+            return data
 
     # -------------------------------------------------------------- frames
 
