@@ -17,6 +17,10 @@ import numpy as np
 from hoststage.core.slots import SMALL, SlotError, Slots, SlotState, SlotTable, as_slots
 
 
+# Reaching into an enum's class costs more than what is done with it here.
+_RESIDENT = SlotState.RESIDENT
+
+
 class IndexMirror(Protocol):
     """What follows the index, entry by entry, for others to read. `drop` comes before the slot can be given to another page."""
 
@@ -195,7 +199,7 @@ class ReadPool:
         """Somebody who reads by the mirror used these pages. A hint for eviction: what is no page any more is passed over."""
         self._tick += 1
         for slot in slots:
-            if slot < self.size and self.table.state[slot] == SlotState.RESIDENT:
+            if slot < self.size and self.table.state_of(slot) == _RESIDENT:
                 self._last_used[slot] = self._tick
 
     # -------------------------------------------------------------- placing
@@ -239,13 +243,16 @@ class ReadPool:
         """Evict the `n` least recently used pages that may go; False, and nothing is evicted, where there are fewer."""
         chosen: list[int] = []
         seen: set[int] = set()
+        state_of, used = self.table.state_of, self._last_used
         for refill in (False, True):
             if refill:
                 self._refill(n, published_only)
             victims = self._victims[published_only]
             while victims and len(chosen) < n:
                 slot, tick = victims.popleft()
-                if slot not in seen and self._may_go(slot, tick, published_only):
+                if used[slot] != tick or state_of(slot) != _RESIDENT or slot in seen or self.draining[slot]:
+                    continue
+                if self.published[slot] or not published_only:
                     chosen.append(slot)
                     seen.add(slot)
             if len(chosen) == n:
@@ -258,14 +265,6 @@ class ReadPool:
         self.evictions += n
         self.evicted(keys)
         return True
-
-    def _may_go(self, slot: int, tick: int, published_only: bool) -> bool:
-        return bool(
-            self.table.state[slot] == SlotState.RESIDENT
-            and self.last_used[slot] == tick
-            and not self.draining[slot]
-            and (self.published[slot] or not published_only)
-        )
 
     def _refill(self, n: int, published_only: bool) -> None:
         """Queue the oldest evictable pages, more than are needed now, so that the scan's cost is shared by many evictions."""
@@ -334,7 +333,7 @@ class ReadPool:
 
     def _orphaned(self, slot: int) -> None:
         """The slot left the index: free it unless somebody still uses it."""
-        if self.table.state[slot] == SlotState.RESIDENT and not self.draining[slot]:
+        if self.table.state_of(slot) == _RESIDENT and not self.draining[slot]:
             self._discard([slot])
 
     def drop(self, keys: Iterable[bytes]) -> int:

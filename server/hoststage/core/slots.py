@@ -7,7 +7,7 @@ a reference from before is refused. Batches are numpy index arrays; a batch is c
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from typing import TypeAlias
 
@@ -49,7 +49,7 @@ class SlotTable:
     `generation`: where generations start counting. Tables that start apart refuse each other's references.
     """
 
-    __slots__ = ("_free", "_generation", "_state", "counts", "generation", "size", "state")
+    __slots__ = ("_free", "_generation", "_state", "counts", "generation", "size", "state", "state_of")
 
     def __init__(self, size: int, generation: int = 0) -> None:
         self.size = size
@@ -57,6 +57,7 @@ class SlotTable:
         self._state = bytearray(size)
         self._generation = array("I", [generation]) * size
         self.state = np.frombuffer(self._state, dtype=np.uint8)
+        self.state_of: Callable[[int], int] = self._state.__getitem__
         self.generation = np.frombuffer(self._generation, dtype=np.uint32)
         self.counts = [0] * len(SlotState)
         self.counts[SlotState.FREE] = size
