@@ -2,6 +2,8 @@
 
 import hashlib
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -19,10 +21,11 @@ from hoststage.client import (
     Placement,
     PoolKind,
     PoolSpec,
+    RequestRejected,
     StackSpec,
     connect,
 )
-from tests.integration.daemon import Daemon
+from tests.integration.daemon import Daemon, environment, eventually
 
 PAGE = 8192
 KV = PoolSpec("kv", PoolKind.KV, PAGE, 16, host_slots=64)
@@ -141,3 +144,43 @@ def test_an_interrupted_wait_leaks_no_slots_and_leaves_other_threads_served(daem
             # What the interrupted reservations queued for comes, is given back, and all of the arena is there again.
             outcome = session.store(keys_of(most, "end"), pages(most), timeout=3).wait(5).outcome
         assert outcome is Outcome.STORED
+
+
+def test_a_store_from_credits_that_is_rejected_says_so_by_its_ticket_and_loses_no_slot(daemon):
+    with connect(daemon.address, stack=stack("rejected"), timeout=5, credits=8) as session:
+        free = write_slots(session)
+        key = keys_of(1, "twice")[0]
+        ticket = session.store([key, key], pages(2))
+        with pytest.raises(RequestRejected, match="twice"):
+            ticket.wait(5)
+        ticket.wait_accepted(5)
+        assert ticket.outcome is Outcome.CANCELLED
+        # Nothing was taken: the whole arena can be had again.
+        assert session.store(keys_of(free, "after"), pages(free)).wait(10).outcome is Outcome.STORED
+
+
+def test_a_store_from_credits_is_accepted_before_it_is_stored(daemon):
+    with connect(daemon.address, stack=stack("accepted"), timeout=5, credits=8) as session:
+        for i in range(20):
+            ticket = session.store(keys_of(4, f"a{i}"), pages(4))
+            ticket.wait_accepted(5)
+            assert ticket.outcome in (Outcome.PENDING, Outcome.STORED)
+            assert ticket.wait(10).outcome is Outcome.STORED
+
+
+def test_stores_from_credits_that_a_draining_daemon_refuses_give_their_slots_back(tmp_path):
+    made = Daemon(tmp_path).start()
+    try:
+        with connect(made.address, stack=stack("drains"), timeout=5, credits=8) as session:
+            command = [sys.executable, "-m", "hoststage.cli.main", "drain", "--socket", str(made.socket)]
+            subprocess.run(command, env=environment(), check=True, timeout=60, capture_output=True)
+            for i in range(6):
+                assert session.store(keys_of(4, f"d{i}"), pages(4)).wait(5).outcome is Outcome.DRAINING
+            eventually(lambda: reserved(made) == 0)
+    finally:
+        made.stop()
+
+
+def reserved(made):
+    """Write slots that the sessions hold."""
+    return sum(p["by_state"].get("reserved", 0) for p in made.status()["pools"] if p["session"])
