@@ -30,7 +30,7 @@ ARGS ?=
 PIP_INSTALL := -m pip install --disable-pip-version-check $(if $(CI),--quiet)
 export PIP_ROOT_USER_ACTION := ignore
 
-.PHONY: help setup demo bench test test-engines lint format types proto proto-check proto-lint proto-breaking \
+.PHONY: help setup demo bench test test-bench test-engines lint format types proto proto-check proto-lint proto-breaking \
 	lock lock-check bounds-check wheel clean
 
 help: ## list the targets
@@ -64,6 +64,9 @@ demo: $(STAMP) ## prefill in one process, decode in another, prove equality (MOD
 
 bench: $(STAMP) ## measure the daemon on this machine (ARGS=...)
 	$(BIN)/hoststage bench $(ARGS)
+
+test-bench: $(STAMP) ## hold ratios of the product to the machine's ceilings, with generous slack (ARGS=...)
+	$(BIN)/python -m pytest -m bench tests/bench $(ARGS)
 
 test: $(STAMP) ## all tests but those that need an engine's own environment; GPU tests skip where there is no GPU
 	$(BIN)/python -m pytest -m 'not engines and not bench' $(ARGS)
