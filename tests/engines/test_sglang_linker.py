@@ -5,7 +5,10 @@ Run it with `"$(tools/engine_env.sh sglang)" -m pytest -m engines tests/engines`
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from array import array
@@ -22,7 +25,7 @@ torch = pytest.importorskip("torch")
 
 from hoststage.client import DaemonUnavailable, Role, StackError  # noqa: E402
 from tests.engines import linker_support as ls  # noqa: E402
-from tests.integration.daemon import Daemon, eventually  # noqa: E402
+from tests.integration.daemon import ROOT, Daemon, environment, eventually  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -424,6 +427,110 @@ def test_a_flush_forgets_the_tree_and_not_the_store(node: Daemon, engines: Calla
     engine.allocator.clear()
     engine.fill(23)
     assert ls.same(wanted, engine.load(tokens)[0])
+
+
+# -------------------------------------------------------------- ranks, each a process
+
+
+class Ranks:
+    """The tensor-parallel ranks of one engine."""
+
+    def __init__(self, address: str, folder: Path, size: int = 2) -> None:
+        folder.mkdir()
+        self.processes = [
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.engines.linker_worker",
+                    address,
+                    f"{folder}/gloo",
+                    str(rank),
+                    str(size),
+                ],
+                cwd=ROOT,
+                env=environment(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(size)
+        ]
+        self.read()
+
+    def ask(self, do: str, **order: Any) -> list[dict[str, Any]]:
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps({"do": do, **order}) + "\n")
+            process.stdin.flush()
+        return self.read()
+
+    def read(self) -> list[dict[str, Any]]:
+        out = []
+        for process in self.processes:
+            assert process.stdout is not None
+            # What SGLang prints itself is no answer.
+            line = next((line for line in process.stdout if line.startswith("{")), None)
+            assert line is not None, f"a rank ended with {process.wait(10)}"
+            out.append(json.loads(line))
+        return out
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate(timeout=10)
+
+
+RANKED = ("mha", "mla", "swa", "mamba")
+
+
+@pytest.fixture(scope="module")
+def ranked(node: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ranks, dict[str, Any]]]:
+    """Two ranks that stored and loaded a run of each kind, were killed, and started again: what they saw, and the ranks of now."""
+    folder, seen = tmp_path_factory.mktemp("ranks"), {}
+    first = Ranks(node.address, folder / "one")
+    try:
+        for kind in RANKED:
+            before = _counters(node, "commit").get("accepted", 0)
+            stored = first.ask("store", kind=kind, first=1000, seed=1)
+            commits = _counters(node, "commit")["accepted"] - before
+            seen[kind] = {
+                "stored": stored,
+                "commits": commits,
+                "loaded": first.ask("load", kind=kind, first=1000, seed=2),
+            }
+    finally:
+        first.kill()
+    again = Ranks(node.address, folder / "two")
+    for kind in RANKED:
+        seen[kind]["again"] = again.ask("load", kind=kind, first=1000, seed=3)
+    yield again, seen
+    again.kill()
+
+
+@pytest.mark.parametrize("kind", RANKED)
+def test_two_ranks_store_and_load_their_own_pages_or_share_them_across_a_restart_of_the_engine(
+    ranked: tuple[Ranks, dict[str, Any]], kind: str
+) -> None:
+    seen = ranked[1][kind]
+    stored = seen["stored"]
+    assert [r["dropped"] for r in stored] == [0, 0]
+    # A replicated pool has one writer; otherwise each rank has pages of its own.
+    assert (stored[0]["rows"] == stored[1]["rows"]) == (kind == "mla")
+    assert seen["commits"] == {"mla": 1, "mha": 2, "mamba": 2, "swa": 4}[kind]
+    wanted = [{"hit": ls.PAGES * ls.PAGE, "failed": 0, "rows": r["rows"]} for r in stored]
+    assert seen["loaded"] == wanted
+    assert seen["again"] == wanted
+
+
+def test_ranks_that_do_not_see_the_same_agree_on_a_miss_and_never_hang(ranked: tuple[Ranks, dict[str, Any]]) -> None:
+    ranks, kind = ranked[0], "mha"
+    assert [r["hit"] for r in ranks.ask("load", kind=kind, first=1000, seed=4)] == [ls.PAGES * ls.PAGE] * 2
+    ranks.ask("silence", kind=kind, rank=1)
+    assert ranks.ask("load", kind=kind, first=1000, seed=5) == [{"hit": 0}, {"hit": 0}]
+    # What one rank could not store no rank counts as stored; offloads go on in step.
+    assert [r["dropped"] for r in ranks.ask("store", kind=kind, first=80_000, seed=6)] == [0, 1]
+    assert ranks.ask("load", kind=kind, first=80_000, seed=7) == [{"hit": 0}, {"hit": 0}]
 
 
 # -------------------------------------------------------------- decode workers
