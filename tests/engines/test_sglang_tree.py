@@ -35,6 +35,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName  # noqa: E402
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool  # noqa: E402
 from sglang.srt.mem_cache.pool_host import common  # noqa: E402
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool  # noqa: E402
@@ -43,6 +44,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
+from tests.engines import linker_support as ls  # noqa: E402
 from tests.engines import sglang_support as sg  # noqa: E402
 from tests.integration.daemon import ROOT, Daemon  # noqa: E402
 
@@ -94,6 +96,22 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "_cuda_host_register", lambda *_: None)
     monkeypatch.setattr(MHATokenToKVPoolHost, "backup_from_device_all_layer", _to_host)
     monkeypatch.setattr(MHATokenToKVPoolHost, "load_to_device_per_layer", _to_device)
+    monkeypatch.setattr(MambaPoolHost, "backup_from_device_all_layer", _states_to_host)
+    monkeypatch.setattr(MambaPoolHost, "load_to_device_per_layer", _states_to_device)
+
+
+def _states_to_host(host: Any, device: Any, host_ids: Any, device_ids: Any, _io: str) -> None:
+    state = device.mamba_cache
+    for there, here in zip((host.temporal_buffer, *host.conv_buffer), (state.temporal, *state.conv), strict=True):
+        there[host_ids, :, 0] = here[:, device_ids].transpose(0, 1)
+
+
+def _states_to_device(
+    host: Any, device: Any, host_ids: Any, device_ids: Any, layer: int, _io: str, *, is_draft: bool = False
+) -> None:
+    state = device.mamba_cache
+    for there, here in zip((host.temporal_buffer, *host.conv_buffer), (state.temporal, *state.conv), strict=True):
+        here[layer, device_ids] = there[host_ids, layer, 0]
 
 
 def _plain_pools() -> tuple[tuple[Any, ...], Any]:
@@ -112,7 +130,9 @@ def _window_pools() -> tuple[tuple[Any, ...], Any]:
 class Engine:
     """A tree with HiCache and hoststage's backend, over a device pool in host memory (host layout `page_first`)."""
 
-    def __init__(self, node: Daemon, group: Any, mode: str, *, window: bool = False, **section: Any) -> None:
+    def __init__(
+        self, node: Daemon, group: Any, mode: str, *, window: bool = False, state: bool = False, **section: Any
+    ) -> None:
         extra = {**sg.config(node.address, section=section).extra_config, "prefetch_threshold": sg.PAGE}
         args = ServerArgs(
             model_path=str(MODEL),
@@ -130,15 +150,22 @@ class Engine:
         ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
         self.context = runtime_context.use_context(runtime_context.create_context(args, role="scheduler", ranks=ranks))
         self.context.__enter__()
-        self.pools, self.allocator = _window_pools() if window else _plain_pools()
+        self.requests: Any = ReqToTokenPool(4, SLOTS, "cpu", False)
+        if state:
+            kv, self.allocator, self.requests = ls.pools("mamba", "cpu")
+            self.pools = (kv.full_kv_pool,)
+        else:
+            self.pools, self.allocator = _window_pools() if window else _plain_pools()
+        more = [ComponentType.SWA] * window + [ComponentType.MAMBA] * state
         params = CacheInitParams(
             disable=False,
-            req_to_token_pool=ReqToTokenPool(4, SLOTS, "cpu", False),
+            req_to_token_pool=self.requests,
             token_to_kv_pool_allocator=self.allocator,
             page_size=sg.PAGE,
             tp_cache_group=group,
             sliding_window_size=WINDOW if window else None,
-            tree_components=(ComponentType.FULL, ComponentType.SWA) if window else (ComponentType.FULL,),
+            enable_mamba_extra_buffer=state,
+            tree_components=(ComponentType.FULL, *more),
         )
         self.tree = tree_module.UnifiedRadixCache(params)
         self.tree.init_hicache(args, params)
@@ -150,8 +177,16 @@ class Engine:
 
     def fill(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        for buffer in self._buffers(self.pools):
+        for buffer in [*self._buffers(self.pools), *self._states()]:
             buffer.copy_(torch.randn(buffer.shape, generator=generator))
+
+    def _states(self) -> list[Any]:
+        pool = getattr(self.requests, "mamba_pool", None)
+        return [] if pool is None else [pool.mamba_cache.temporal, *pool.mamba_cache.conv]
+
+    def states(self, slot: Any) -> list[Any]:
+        """Return the state in a slot."""
+        return [buffer[:, slot].clone() for buffer in self._states()]
 
     @staticmethod
     def _buffers(pools: Sequence[Any]) -> list[Any]:
@@ -189,8 +224,9 @@ class Engine:
         """Compute the tokens, so to speak, put them into the tree, and wait until they are stored. Return their rows."""
         self.fill(seed)
         at = self._alloc(len(tokens))
-        rows = self.rows(at)
-        self.tree.insert(InsertParams(key=RadixKey(tokens), value=at))
+        state = self.requests.mamba_allocator.alloc(1) if self._states() else None
+        rows = self.rows(at) + ([] if state is None else self.states(state))
+        self.tree.insert(InsertParams(key=RadixKey(tokens), value=at, mamba_value=state))
         hashes = get_storage_hash_str(list(tokens), None, page_size=sg.PAGE)
         self.until(lambda: self.backend.batch_exists(hashes) == len(hashes))
         self.until(lambda: not self.tree.cache_controller.has_inflight_device_transfers())
@@ -219,8 +255,8 @@ class Engine:
 def engines(node: Daemon, group: Any, without_gpu: None) -> Iterator[Callable[..., Engine]]:
     opened: list[Engine] = []
 
-    def start(mode: str, *, window: bool = False, **section: Any) -> Engine:
-        opened.append(Engine(node, group, mode, window=window, **section))
+    def start(mode: str, *, window: bool = False, state: bool = False, **section: Any) -> Engine:
+        opened.append(Engine(node, group, mode, window=window, state=state, **section))
         return opened[-1]
 
     yield start
@@ -319,3 +355,28 @@ def test_a_tree_whose_host_pools_are_in_the_daemons_memory_works_alike(
     at = engine.tree.path_device_indices(found.last_device_node)
     assert all(torch.equal(a, b) for a, b in zip(wanted, engine.rows(at), strict=True))
     assert engine.backend.failures == {}
+
+
+def test_a_state_comes_back_with_its_full_pool_in_buffer_only(engines: Callable[..., Engine]) -> None:
+    tokens = array("q", range(70_000, 70_000 + PAGES * sg.PAGE))
+    one = engines("buffer_only", state=True)
+    wanted = one.store(tokens, 7)
+    ask = [sg.transfer(PoolName.MAMBA, ["state"], policy=PoolHitPolicy.TRAILING_PAGES)]
+    hashes = get_storage_hash_str(list(tokens), None, page_size=sg.PAGE)
+    # The state is written after the full pages, and belongs to the last of them: no shorter prefix can be restored.
+    one.until(lambda: one.backend.batch_exists_v2(hashes, ask).restorable_prefix_pages == [PAGES])
+    one.until(lambda: not one.tree.cache_controller.has_inflight_device_transfers())
+    one.tree.evict(EvictParams(num_tokens=SLOTS, mamba_num=16))
+    assert one.match(tokens).device_prefix_len == 0
+    for engine in (one, engines("buffer_only", state=True)):
+        engine.fill(8)
+        engine.load(engine.fetch(tokens))
+        found = engine.match(tokens)
+        assert found.device_prefix_len == len(tokens)
+        rows = engine.rows(engine.tree.path_device_indices(found.last_device_node))
+        req = Req("next", "", array("q", [*tokens, 1, 2, 3]), SamplingParams(max_new_tokens=4))
+        req.init_next_round_input(engine.tree, cow_mamba=True)
+        # What the request is going to copy its own state from.
+        rows += engine.states(req.kv.mamba_cow_src_index)
+        assert all(torch.equal(a, b) for a, b in zip(wanted, rows, strict=True))
+        assert engine.backend.failures == {}
