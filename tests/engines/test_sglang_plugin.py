@@ -159,6 +159,53 @@ def test_a_launch_without_hoststage_asks_nothing(monkeypatch: pytest.MonkeyPatch
     _args(json.dumps(other)).resolve_once()
 
 
+def _linked(address: str, *, role: str = "null", **section: Any) -> Any:
+    config = {
+        "linker": "HostStageLinker",
+        "linker_module_path": plugin.LINKER_MODULE,
+        "linker_extra_config": {"hoststage": {"address": address, **section}},
+    }
+    return _args(
+        None,
+        enable_unified_cache_external_linker=True,
+        unified_cache_external_linker_backend="dynamic",
+        unified_cache_external_linker_config=config,
+        disaggregation_mode=role,
+        disaggregation_decode_enable_radix_cache=role == "decode",
+    )
+
+
+@pytest.mark.parametrize("role", ["null", "prefill", "decode"])
+def test_a_launch_with_the_linker_is_judged_before_anything_is_loaded(
+    node: Daemon, caplog: pytest.LogCaptureFixture, role: str
+) -> None:
+    caplog.set_level(logging.INFO, logger=plugin.__name__)
+    _linked(node.address, role=role, required=True, token="a secret").resolve_once()
+    [said] = [r.getMessage() for r in caplog.records if r.name == plugin.__name__]
+    assert "would grant buffer_only" in said
+    assert ("DECODE_ROLE" in said) == (role == "decode")
+    assert "RETRACTION" not in said
+    assert "a secret" not in " ".join(plugin.flags_of(_linked(node.address, token="a secret")))
+
+
+def test_a_refusal_or_an_absent_daemon_stops_a_launch_with_the_linker_only_where_it_is_required(
+    storeless: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(plugin.LaunchRefused, match="STORE_REQUIRED"):
+        _linked(storeless.address, required=True, modes=["buffer_only"]).resolve_once()
+    with pytest.raises(plugin.LaunchRefused, match="nowhere"):
+        _linked("unix:///nowhere/h.sock", required=True, connect_timeout=1).resolve_once()
+    _linked("unix:///nowhere/h.sock", connect_timeout=1).resolve_once()
+    assert any("runs without it" in r.getMessage() for r in caplog.records)
+
+
+def test_another_linker_is_none_of_our_business(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "ask", lambda *_: pytest.fail("it asked"))
+    args = _linked("unix:///nowhere/h.sock")
+    args.unified_cache_external_linker_config["linker_module_path"] = "other.module"
+    args.resolve_once()
+
+
 def test_settings_that_mean_nothing_stop_the_launch(node: Daemon) -> None:
     with pytest.raises(StackError, match="requird"):
         _args(_extra(node.address, requird=True)).resolve_once()

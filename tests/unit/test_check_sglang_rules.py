@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from hoststage.cli.inputs import Request, resolve
-from hoststage.cli.sglang_rules import BACKEND_CONFIG, CHECKS, is_engine_rule
+from hoststage.cli.sglang_rules import BACKEND_CONFIG, CHECKS, LINKER_CONFIG, LINKER_FLAGS, is_engine_rule
 from hoststage.core.findings import Severity
+from hoststage.core.stack import Role
 
 ROOT = Path(__file__).parents[2]
 HICACHE = "--enable-hierarchical-cache --hicache-storage-backend file --page-size 64"
@@ -154,13 +155,28 @@ def test_the_backend_that_remedies_name_is_there_and_documented() -> None:
         assert f'"{name}": {json.dumps(value)}' in page
 
 
-def test_a_remedy_that_names_the_external_linker_says_that_hoststage_has_none_yet() -> None:
-    commands = [f"{BUFFER} {DECODE}", f"{BUFFER} {HOST_POOL}", "--hicache-host-memory-mode buffer_only"]
-    for flags in commands:
-        request = Request(preset="mistral-7b-v0.1", swa_pool=True, command=tuple(shlex.split(f"sglang serve {flags}")))
-        remedies = [f.remedy for f in resolve(request).engine]
-        assert remedies
-        assert not [r for r in remedies if "linker" in r and "hoststage's linker is not part of this release" not in r]
+def test_the_linker_that_remedies_name_is_there_documented_and_accepted_on_a_decode_instance() -> None:
+    config = json.loads(LINKER_CONFIG)
+    source = ROOT / "client" / f"{config['linker_module_path'].replace('.', '/')}.py"
+    assert f"class {config['linker']}(UnifiedCacheLinker)" in source.read_text()
+    page = (ROOT / "docs" / "sglang.md").read_text()
+    for name, value in config.items():
+        assert f'"{name}": {json.dumps(value)}' in page
+    request = Request(preset="llama-3.1-8b", command=tuple(shlex.split(f"sglang serve {BUFFER} {DECODE}")))
+    (refusal,) = [f for f in resolve(request).engine if f.rule == "SGLANG_DECODE_ROLE"]
+    assert LINKER_FLAGS in refusal.remedy
+    command = f"sglang serve {DECODE} {LINKER_FLAGS} --disaggregation-decode-enable-radix-cache"
+    subject = resolve(Request(preset="llama-3.1-8b", command=tuple(shlex.split(command))))
+    assert not subject.engine_refuses
+    assert "SGLANG_NO_HOST_TIER" not in {f.rule for f in subject.engine}
+    assert subject.stacks[0].role is Role.DECODE
+
+
+def test_host_pool_retraction_keeps_sglang_from_building_the_linker() -> None:
+    command = f"sglang serve {DECODE} {HOST_POOL} {LINKER_FLAGS} --disaggregation-decode-enable-radix-cache"
+    subject = resolve(Request(preset="llama-3.1-8b", command=tuple(shlex.split(command))))
+    (notice,) = [f for f in subject.engine if f.rule == "SGLANG_LINKER_EXCLUSIVE"]
+    assert "no linker" in notice.message
 
 
 def test_write_back_in_buffer_mode_is_said_to_change() -> None:

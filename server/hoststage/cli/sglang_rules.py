@@ -24,6 +24,11 @@ BACKEND_CONFIG = (
 """What names hoststage's storage backend to SGLang; `docs/sglang.md` has the whole launch line."""
 
 BACKEND_FLAGS = f"--hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{BACKEND_CONFIG}'"
+LINKER_CONFIG = '{"linker": "HostStageLinker", "linker_module_path": "hoststage.client.engines.sglang.linker"}'
+LINKER_FLAGS = (
+    "--enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic "
+    f"--unified-cache-external-linker-config '{LINKER_CONFIG}'"
+)
 NO_BUFFER = "Leave --hicache-host-memory-mode buffer_only out"
 CPU_TENSOR = "Use --disaggregation-decode-retraction-backup cpu_tensor"
 
@@ -77,9 +82,8 @@ def decode_role(flags: SglangFlags, stack: Stack) -> Iterator[Finding]:
             "--disaggregation-mode",
             "--hicache-host-memory-mode buffer_only with --disaggregation-mode decode: its decode paths bypass the "
             "buffer-mode pipeline. hoststage serves decode sessions.",
-            f"{NO_BUFFER} on decode instances. The way that SGLang leaves open is the external linker "
-            "(--enable-unified-cache-external-linker), which on a decode instance needs "
-            "--disaggregation-decode-enable-radix-cache; hoststage's linker is not part of this release. What they decode is stored with "
+            f"{NO_BUFFER} on decode instances. The way that SGLang leaves open is the external linker, without HiCache: "
+            f"{LINKER_FLAGS} --disaggregation-decode-enable-radix-cache. Or store what they decode with "
             f"--disaggregation-decode-enable-offload-kvcache and hoststage's storage backend: {BACKEND_FLAGS}",
         )
 
@@ -247,6 +251,13 @@ def linker(flags: SglangFlags, stack: Stack) -> Iterator[Finding]:
             f"{name} on a decode instance whose radix cache is off, as it is by default.",
             "Add --disaggregation-decode-enable-radix-cache.",
         )
+    if flags.decode and flags.disaggregation_decode_retraction_backup == "host_pool":
+        yield _notice(
+            "LINKER_EXCLUSIVE",
+            name,
+            "With --disaggregation-decode-retraction-backup host_pool SGLang builds a host pool and no linker.",
+            f"{CPU_TENSOR}.",
+        )
     if flags.unified_cache_external_linker_backend == "dynamic":
         config = flags.unified_cache_external_linker_config
         missing = _missing(config, "--unified-cache-external-linker-config", ("linker", "linker_module_path"))
@@ -255,7 +266,7 @@ def linker(flags: SglangFlags, stack: Stack) -> Iterator[Finding]:
                 "LINKER_CONFIG",
                 "--unified-cache-external-linker-config",
                 f"the dynamic linker backend without {' and '.join(missing)} in its config.",
-                'Give --unified-cache-external-linker-config \'{"linker": CLASS, "linker_module_path": MODULE}\'.',
+                f"Give {LINKER_FLAGS}.",
             )
 
 

@@ -250,9 +250,9 @@ def decode_role(ctx: Context) -> Iterator[Finding]:
             "A decode session is served in buffer_only. SGLang itself refuses --hicache-host-memory-mode "
             "buffer_only on a decode "
             "instance.",
-            "With SGLang leave that flag out on decode instances. What works there is its external linker, which on a decode "
-            "instance needs --disaggregation-decode-enable-radix-cache; hoststage's linker is not part of this release. Until "
-            "then --disaggregation-decode-enable-offload-kvcache with hoststage's storage backend stores what they decode.",
+            "With SGLang leave that flag out on decode instances and use hoststage's external linker, which on a decode instance "
+            "needs --disaggregation-decode-enable-radix-cache. Instead of it, "
+            "--disaggregation-decode-enable-offload-kvcache with hoststage's storage backend stores what they decode.",
             role=Role.DECODE.value,
         )
 

@@ -1,7 +1,8 @@
 """The plug-in that SGLang loads at start (entry point group `sglang.srt.plugins`): the handshake before weights are loaded.
 
 SGLang runs `register` in every process. It hooks the resolution of the arguments, where the model's configuration and all flags are known and nothing is loaded
-yet; there alone an exception stops the launch. Where the launch neither uses hoststage's storage backend nor its memory for host pools, nothing happens.
+yet; there alone an exception stops the launch. Where the launch uses neither hoststage's storage backend, nor its linker, nor its memory for host pools,
+nothing happens.
 
 The stack is described by `hoststage check` in a process of its own, which asks the daemon about every pipeline stage and answers with all findings. The backend
 confirms it once SGLang's host pools exist, with their true sizes.
@@ -30,6 +31,7 @@ _log = logging.getLogger(__name__)
 
 TARGET = "sglang.srt.server_args.ServerArgs.resolve_once"
 MODULE = "hoststage.client.engines.sglang.backend"
+LINKER_MODULE = "hoststage.client.engines.sglang.linker"
 MAKE_HOST_POOLS = ("sglang.srt.managers.scheduler", "sglang.srt.mem_cache.pool_host.common")
 OWN_MEMORY = ("mooncake", "mori", "shm", "tensorcast")
 """Storage backends, and `"allocator"`s, whose host pools are in memory that they bring themselves."""
@@ -109,7 +111,11 @@ def around_resolution(original: Callable[..., Any], server_args: Any, *args: Any
 
 
 def extra_config_of(view: Any) -> Mapping[str, Any] | None:
-    """Return the extra configuration of a launch that uses hoststage's backend, else None."""
+    """Return the extra configuration of a launch that uses hoststage's backend or linker, else None."""
+    linked = linker_config_of(view)
+    if linked is not None:
+        given = linked.get("linker_extra_config", {})
+        return given if isinstance(given, Mapping) else None
     extra = read_extra(view)
     if getattr(view, "hicache_storage_backend", None) != "dynamic" or extra is None:
         return None
@@ -166,6 +172,16 @@ def prepare_host_pools(view: Any) -> None:
 
     allocator.hook()
     HookRegistry.apply_hooks()
+
+
+def linker_config_of(view: Any) -> Mapping[str, Any] | None:
+    """Return the linker's configuration where the launch uses hoststage's, else None."""
+    config = getattr(view, "unified_cache_external_linker_config", None)
+    dynamic = getattr(view, "unified_cache_external_linker_backend", None) == "dynamic"
+    if not getattr(view, "enable_unified_cache_external_linker", False) or not dynamic:
+        return None
+    ours = isinstance(config, Mapping) and config.get("linker_module_path") == LINKER_MODULE
+    return config if ours else None
 
 
 def _read_file(path: Path) -> Any:
@@ -247,8 +263,16 @@ def flags_of(view: Any) -> Sequence[str]:
         value = getattr(view, name, None)
         if value is not None:
             out += [f"--{name.replace('_', '-')}", str(value)]
-    if getattr(view, "disaggregation_mode", None) == "prefill":
-        out += ["--disaggregation-mode", "prefill"]
+    linked, role = linker_config_of(view), getattr(view, "disaggregation_mode", None)
+    if role == "prefill" or (linked is not None and role == "decode"):
+        out += ["--disaggregation-mode", role]
+    if linked is not None:
+        if role == "decode" and getattr(view, "disaggregation_decode_enable_radix_cache", False):
+            out.append("--disaggregation-decode-enable-radix-cache")
+        out += ["--enable-unified-cache-external-linker", "--unified-cache-external-linker-backend", "dynamic"]
+        # Without the settings, a token among them: a command line is for everyone to read.
+        named = {name: linked[name] for name in ("linker", "linker_module_path") if name in linked}
+        out += ["--unified-cache-external-linker-config", json.dumps(named)]
     return out
 
 
