@@ -1,10 +1,10 @@
 """The page index: which resident page lies in which slot of a read arena, in memory that clients read without asking.
 
-The daemon alone writes it. Layout, little-endian: a header of 64 bytes; an entry of 40 bytes for every slot (32 bytes of key, padded
-with zeros, the version `u32`, the key's length `u32`); a hash table of `u32` (slot + 1, 0 for empty) with linear probing.
+The daemon alone writes it. Layout, little-endian: a header of 64 bytes; an entry of 36 bytes for every slot (32 bytes of key, padded
+with zeros, and the version `u32`); a hash table of `u32` (slot + 1, 0 for empty) with linear probing.
 
-A version is even while the entry stands, odd while it does not. The daemon makes it odd *before* the slot may be given to another page, so
-that a reader which finds a key at an even version, copies the page, and finds the same version afterwards has copied that page and
+A version has its lowest bit clear while the entry stands, set while it does not; then come six bits with the key's length (0: nothing ever stood there) and a counter. The daemon sets the bit *before* the slot may be given to another page, so
+that a reader which finds a key that stands, copies the page, and finds the same version afterwards has copied that page and
 nothing else. Everything else may be wrong without harm: a key that is not found is asked of the daemon. Keys of more than 32 bytes
 are never here.
 """
@@ -20,11 +20,14 @@ import numpy.typing as npt
 
 KEY_BYTES = 32
 _HEADER_BYTES = 64
-_ENTRY_BYTES = 40
+_ENTRY_BYTES = 36
 _ENTRY_WORDS = _ENTRY_BYTES // 4
-_VERSION_WORD, _LENGTH_WORD = 8, 9
+_VERSION_WORD = KEY_BYTES // 4
+_COUNTER_BIT, _MOST_COUNT = 7, (1 << 25) - 1
 _HEADER = struct.Struct("<8sII")
-_MAGIC = b"hspages1"
+_MAGIC = b"hspages2"
+_STANDS = (1 << _COUNTER_BIT) - 1
+"""The bits of a version that say that a key of some length stands."""
 _REACH = 32
 """Places from its home at which a key may stand."""
 _MOST_MOVES = 64
@@ -120,24 +123,23 @@ class PageIndexWriter:
                 break
         else:
             return
-        word = slot * _ENTRY_WORDS
-        version = it.words[word + _VERSION_WORD] | 1
-        it.words[word + _VERSION_WORD] = version
+        word = slot * _ENTRY_WORDS + _VERSION_WORD
+        version = it.words[word] | 1
+        it.words[word] = version
         _fence()
         it.bytes[slot * _ENTRY_BYTES : slot * _ENTRY_BYTES + KEY_BYTES] = padded
-        it.words[word + _LENGTH_WORD] = len(key)
         _fence()
-        it.words[word + _VERSION_WORD] = (version + 1) & 0xFFFFFFFF
+        it.words[word] = ((version >> _COUNTER_BIT) + 1 & _MOST_COUNT) << _COUNTER_BIT | len(key) << 1
         table[at] = slot + 1
 
     def drop(self, slot: int) -> None:
         """What stands in `slot` may be overwritten from now on."""
         it = self._layout
-        word = slot * _ENTRY_WORDS
-        version = it.words[word + _VERSION_WORD]
-        if version & 1 or not it.words[word + _LENGTH_WORD]:
+        word = slot * _ENTRY_WORDS + _VERSION_WORD
+        version = it.words[word]
+        if version & 1 or not version:
             return
-        it.words[word + _VERSION_WORD] = version + 1
+        it.words[word] = version | 1
         _fence()
         home = _home(bytes(it.bytes[slot * _ENTRY_BYTES : slot * _ENTRY_BYTES + KEY_BYTES]))
         for step in range(_REACH):
@@ -186,8 +188,7 @@ class PageIndex:
             raise PageIndexError(f"no page index of {slots} slots: magic {magic!r}, {said} slots, a table of {table}")
         words = np.frombuffer(it.words, dtype=np.uint32).reshape(-1, _ENTRY_WORDS)
         self._versions = words[:, _VERSION_WORD]
-        self._lengths = words[:, _LENGTH_WORD]
-        self._keys = np.frombuffer(it.bytes, dtype=np.uint64).reshape(-1, _ENTRY_BYTES // 8)[:, : KEY_BYTES // 8]
+        self._keys = words[:, :_VERSION_WORD]
         self._table = np.frombuffer(it.table, dtype=np.uint32)
 
     def find(self, packed: bytes, key_bytes: int) -> Found | None:
@@ -212,14 +213,10 @@ class PageIndex:
                 if not value:
                     return None
                 slot = value - 1
-                word = slot * _ENTRY_WORDS
-                version = words[word + _VERSION_WORD]
+                version = words[slot * _ENTRY_WORDS + _VERSION_WORD]
                 _fence()
-                if (
-                    it.bytes[slot * _ENTRY_BYTES : slot * _ENTRY_BYTES + KEY_BYTES] == padded
-                    and words[word + _LENGTH_WORD] == key_bytes
-                    and not version & 1
-                ):
+                same = it.bytes[slot * _ENTRY_BYTES : slot * _ENTRY_BYTES + KEY_BYTES] == padded
+                if same and version & _STANDS == key_bytes << 1:
                     slots.append(slot)
                     versions.append(version)
                     break
@@ -231,8 +228,8 @@ class PageIndex:
         n = len(packed) // key_bytes
         padded = np.zeros((n, KEY_BYTES), dtype=np.uint8)
         padded[:, :key_bytes] = np.frombuffer(packed, dtype=np.uint8).reshape(n, key_bytes)
-        lanes = padded.view(np.uint64)
-        at = _homes(lanes)
+        keys = padded.view(np.uint32)
+        at = _homes(padded.view(np.uint64))
         slots, versions = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.uint32)
         todo = np.arange(n)
         for _ in range(_REACH):
@@ -242,8 +239,7 @@ class PageIndex:
             slot = value - 1
             version = self._versions[slot]
             _fence()
-            same = (self._keys[slot] == lanes[todo]).all(axis=1) & (self._lengths[slot] == key_bytes)
-            same &= (version & np.uint32(1)) == 0
+            same = (self._keys[slot] == keys[todo]).all(axis=1) & ((version & _STANDS) == key_bytes << 1)
             slots[todo[same]], versions[todo[same]] = slot[same], version[same]
             left = ~same
             if not left.any():

@@ -13,6 +13,7 @@ from hoststage.cli.bench.product import Client, open_session, slots_for
 from hoststage.cli.bench.rig import MIB, Rig, ceiling, in_turns, product
 from hoststage.cli.bench.rows import Costs, Shape, at_least, at_most
 from hoststage.cli.bench.sessions import Crowd, crowd
+from hoststage.shm.pageindex import index_bytes
 
 LOOKUP_KEYS = 4096
 
@@ -68,8 +69,9 @@ def residency(rig: Rig) -> None:
             held = runs * LOOKUP_KEYS
             costs = Costs(daemon_rss_bytes=resident_bytes(node.pid, anonymous=True))
             times = [client.lookup(client.runs[i % runs]) for i in range(rig.settings.pick(30, 100))]
-    each = ((costs.daemon_rss_bytes or 0) - before) / held
-    note = f"{held} pages of 4 KiB; anonymous memory, from before the session on"
+            index = sum(index_bytes(g.read_slots) for g in client.session.grant.pools)
+    each = ((costs.daemon_rss_bytes or 0) - before + index) / held
+    note = f"{held} pages of 4 KiB; anonymous memory, from before the session on, and {index // held} bytes a page of shared index"
     rig.add(
         product(case, "store to resident", shape, fill, costs, note),
         product(case, f"lookup of {LOOKUP_KEYS} keys", shape, times),
