@@ -3,6 +3,7 @@
     PYTHONPATH=proto:server:client:. "$(tools/engine_env.sh sglang)" -m tests.engines.bench_sglang_storage [--pages 1024]
 
 Both store to the same file system. SGLang's backend is driven as its controller drives it: one Python copy a page on the way out, two on the way in.
+The last row of each is hoststage with `"allocator": "shm"`: SGLang's pools are memfds, which the daemon reads and writes itself.
 "Stored" is what the backend says it is: a file in the page cache for SGLang's, the store's acknowledgement for hoststage's.
 """
 
@@ -91,6 +92,12 @@ def main() -> None:
                 "SGLang file": file_backend(pool, keys, f"{folder}/file"),
                 "hoststage": hoststage_backend(pool, keys, daemon.address),
             }
+            with sg.allocated_by("shm"):
+                shared = sg.mha(layout, heads=8, dim=128, pages=pages, page=16, layers=4)
+            sg.fill(shared, 1)
+            # Keys of their own: pages that are believed stored would not be moved.
+            others = sg.hashes(f"bench/{layout}/memfds", pages)
+            rows["hoststage, pools in memfds"] = hoststage_backend(shared, others, daemon.address)
             daemon.kill()
         for name, (out, back, exists) in rows.items():
             print(f"| {layout} | {size} KiB | {name} | {out:.0f} | {back:.0f} | {exists:.0f} |", flush=True)
