@@ -123,7 +123,9 @@ def test_pages_go_from_the_clients_memory_to_the_store_and_back_without_a_copy_i
         imported = session.import_memory(memory.fd, name="pool")
         keys, source = keys_of(20), table(20, gap=gap, backwards=True)
         wanted = [memory.page(row, SIZES) for row in source.tolist()]
-        result = session.store(keys, {"kv": rows(imported, source)}).wait()
+        ticket = session.store(keys, {"kv": rows(imported, source)})
+        ticket.wait_accepted()
+        result = ticket.wait()
         assert (result.outcome, result.pages) == (Outcome.STORED, 20)
         # One by the daemon a page, and in `cache` one more, into the read arena.
         assert counter(node, "daemon_copies") - copies == (20 if mode is Mode.BUFFER_ONLY else 40)

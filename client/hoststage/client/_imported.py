@@ -336,6 +336,7 @@ def _store_piece(
         part.lose(error)
         raise
     if reply.outcome is ops.Outcome.ACCEPTED:
+        part.accept()
         return True
     link.commits.pop(waiter.request_id, None)
     part.refuse(reply.outcome, reply.detail)

@@ -21,6 +21,7 @@ from hoststage.v1.ops import NO_SLOT, Outcome
 class Part(Protocol):
     """A commit of a ticket, as `_store` keeps it."""
 
+    def accept(self) -> None: ...
     def take(self, message: Message) -> bool: ...
     def lose(self, error: HostStageError) -> None: ...
     def refuse(self, outcome: Outcome, detail: str) -> None: ...
@@ -72,7 +73,9 @@ def _store_raw(
     finally:
         if not taken:
             link.commits.pop(request_id, None)
-    if not taken:
+    if taken:
+        part.accept()
+    else:
         part.refuse(outcome, detail)
     return taken or outcome is Outcome.BELIEVED_STORED
 
@@ -173,6 +176,7 @@ def _store_in_messages(
         link.stream.send(pb.ClientMessage(inline_store=message), waiter.request_id, deadline)
     reply = link.expect(link.finish(waiter, deadline, "inline store", link.stream), ops.CommitReply)
     if reply.outcome is Outcome.ACCEPTED:
+        part.accept()
         return True
     link.commits.pop(waiter.request_id, None)
     part.refuse(reply.outcome, reply.detail)

@@ -191,8 +191,9 @@ def inline_stream(rig: Rig) -> None:
 def copies(rig: Rig) -> None:
     """Copies that the daemon makes of each page, as it counts them itself."""
     case, runs = "copies", rig.settings.pick(8, 16)
-    for mode, store, bound in (("buffer_only", "file", 0.0), ("cache", "file", 1.0)):
-        shape = rig.shape(page_bytes=256 << 10, batch=16, mode=mode, store=store)
+    for path, mode, bound in (("shm", "buffer_only", 0.0), ("shm", "cache", 1.0), ("imported", "buffer_only", 1.0)):
+        store = "file"
+        shape = rig.shape(page_bytes=256 << 10, batch=16, path=path, mode=mode, store=store)
         with rig.daemon(store) as node, rig.client(node, shape, write=32, read=16 * (runs + 4)) as client:
             with Meter(node, "store", shape) as meter:
                 times = [client.store_through()[1] for _ in range(runs)]
@@ -205,8 +206,7 @@ def copies(rig: Rig) -> None:
             product(case, "load into memory", shape, loads, load_costs),
         )
         if costs.daemon_copies is None or load_costs.daemon_copies is None:
-            rig.skip(case, f"copies in {mode}", "the daemon shows no metrics here; pass --http host:port")
+            rig.skip(case, f"copies in {mode}, {path}", "the daemon shows no metrics here; pass --http host:port")
             continue
         worst = max(costs.daemon_copies, load_costs.daemon_copies)
-        rig.add(at_most(case, f"copies by the daemon a page, {mode}, shm", worst, bound, "copies"))
-    rig.skip(case, "copies over path imported", "the client library does not speak it yet")
+        rig.add(at_most(case, f"copies by the daemon a page, {mode}, {path}", worst, bound, "copies"))

@@ -44,7 +44,7 @@ def bench(
     pools: Annotated[list[int] | None, typer.Option(help="Sweep: pools of the stack.", min=1, max=8)] = None,
     sessions: Annotated[list[int] | None, typer.Option(help="Sweep and fairness: processes.", min=1, max=256)] = None,
     mode: Annotated[list[str] | None, typer.Option(help="Sweep: buffer_only or cache.")] = None,
-    path: Annotated[list[str] | None, typer.Option(help="Sweep: shm or inline.")] = None,
+    path: Annotated[list[str] | None, typer.Option(help="Sweep: shm, imported or inline.")] = None,
     store: Annotated[list[str] | None, typer.Option(help="Sweep: file, memory: or none.")] = None,
     verify: Annotated[bool, typer.Option(help="Compare every page that is loaded with what was stored.")] = False,
     address: Annotated[str, typer.Option(help="A daemon that runs already, unix:///path; by default its own.")] = "",
@@ -69,7 +69,7 @@ def bench(
     if unknown:
         _fail(f"--case {unknown[0]}: there is no such case; there are {', '.join(CASES)}")
     _check("--mode", mode, ("buffer_only", "cache"))
-    _check("--path", path, ("shm", "inline"))
+    _check("--path", path, ("shm", "imported", "inline"))
     _check("--store", store, ("file", "memory:", "none"))
     if plots is not None:
         _need_plots()

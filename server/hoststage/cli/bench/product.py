@@ -11,6 +11,7 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
+from hoststage.cli.bench.memfd_rows import MemfdRows
 from hoststage.cli.bench.process import BenchError
 from hoststage.cli.bench.rows import Shape
 from hoststage.client import (
@@ -34,8 +35,8 @@ CALL_SECONDS = 120.0
 STAGING_BYTES = 16 << 20
 CLIENT_COPIES = {"store": 1.0, "load": 1.0, "views": 0.0, "lookup": 0.0}
 """Copies that the client makes of each page over shm: into a write slot, out of a read slot, or none."""
-CLIENT_COPIES_INLINE = {"store": 0.0, "load": 0.0}
-"""On a data connection the kernel copies between the socket and the caller's memory; the client itself does not."""
+NO_CLIENT_COPIES = {"store": 0.0, "load": 0.0}
+"""Elsewhere it makes none: on a data connection the kernel copies between socket and memory, imported memory the daemon reads and writes itself."""
 
 _names = itertools.count()
 _RUN = os.urandom(12)
@@ -111,6 +112,13 @@ class Client:
         size = (shape.batch, shape.page_bytes)
         self.source: dict[str, Pages] = {name: generator.integers(0, 256, size, dtype=np.uint8) for name in self.names}
         self.target: dict[str, Pages] = {name: np.ones(size, dtype=np.uint8) for name in self.names}
+        self._shared: tuple[MemfdRows, MemfdRows] | None = None
+        if shape.path == PayloadPath.IMPORTED.value:
+            given = {name: self.source[name] for name in self.names}
+            out, back = (MemfdRows(session, self.names, *size) for _ in range(2))
+            self._shared, self.source, self.target = (out, back), out.arrays, back.arrays
+            for name, rows in given.items():
+                self.source[name][:] = rows
         self._ring = self.target
         self._at = 0
         self.runs: list[Keys] = []
@@ -122,14 +130,14 @@ class Client:
         """Store one batch under fresh keys; return seconds until it was handed over, and the ticket."""
         keys = self._stamped()
         started = time.perf_counter()
-        ticket = self.session.store(keys, self.source)
+        ticket = self.session.store(keys, self._shared[0].pages if self._shared else self.source)
         return time.perf_counter() - started, ticket
 
     def store_accepted(self) -> tuple[float, float, StoreTicket]:
         """Store one batch; return seconds until it was handed over, and until the daemon had accepted it."""
         keys = self._stamped()
         started = time.perf_counter()
-        ticket = self.session.store(keys, self.source)
+        ticket = self.session.store(keys, self._shared[0].pages if self._shared else self.source)
         handed_over = time.perf_counter() - started
         ticket.wait_accepted(CALL_SECONDS)
         return handed_over, time.perf_counter() - started, ticket
@@ -148,7 +156,12 @@ class Client:
             raise BenchError(f"a store ended with {result.outcome.name}: {result.detail}")
 
     def spread(self, rows: int) -> None:
-        """Let loads go to ever other places of memory of that many rows, so that small batches gain nothing by the CPU's caches."""
+        """Let loads go to ever other places of memory of that many rows, so that small batches gain nothing by the CPU's caches.
+
+        Imported memory stays as it is: the daemon writes it, with caches of its own.
+        """
+        if self._shared:
+            return
         size = (max(rows, self.shape.batch), self.shape.page_bytes)
         self._ring = {name: np.ones(size, dtype=np.uint8) for name in self.names}
 
@@ -163,7 +176,7 @@ class Client:
         if self._ring is not self.target:
             self._next_target()
         started = time.perf_counter()
-        loaded = self.session.load(run, into=self.target)
+        loaded = self.session.load(run, into=self._shared[1].pages if self._shared else self.target)
         seconds = time.perf_counter() - started
         if not loaded:
             raise BenchError(f"a load of {len(run)} pages ended with {loaded.outcome.name}: {loaded.detail}")

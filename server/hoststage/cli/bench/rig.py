@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hoststage.cli.bench.process import BenchError, CpuTime, Node, own_cpu_seconds, own_daemon, resident_bytes
-from hoststage.cli.bench.product import CLIENT_COPIES, CLIENT_COPIES_INLINE, Client, open_session, slots_for
+from hoststage.cli.bench.product import CLIENT_COPIES, NO_CLIENT_COPIES, Client, open_session, slots_for
 from hoststage.cli.bench.rows import NO_COSTS, Costs, Kind, Row, Shape, measured, skipped
 
 MIB = 1 << 20
@@ -107,7 +107,7 @@ class Meter:
         after = self._node.copies()
         moved = pages or calls * self._shape.pages
         copies = None if after is None or self._copies is None else (after - self._copies) / moved
-        known = CLIENT_COPIES_INLINE if self._shape.path == "inline" else CLIENT_COPIES
+        known = NO_CLIENT_COPIES if self._shape.path != "shm" else CLIENT_COPIES
         return Costs(
             daemon_cpu_seconds=self._daemon_used,
             client_cpu_seconds=self._client_used,
