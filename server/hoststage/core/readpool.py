@@ -16,7 +16,6 @@ import numpy as np
 
 from hoststage.core.slots import SMALL, SlotError, Slots, SlotState, SlotTable, as_slots
 
-
 # Reaching into an enum's class costs more than what is done with it here.
 _RESIDENT = SlotState.RESIDENT
 

@@ -34,7 +34,10 @@ def store_batch(rig: Rig) -> None:
     case, rounds = "store_batch", rig.settings.pick(8, 24)
     shape = rig.shape(batch=32, store="memory:")
     slots = 3 * shape.batch
-    with rig.daemon("memory:", store_limit=256 * MIB) as node, rig.client(node, shape, write=slots, credits=shape.batch) as client:
+    with (
+        rig.daemon("memory:", store_limit=256 * MIB) as node,
+        rig.client(node, shape, write=slots, credits=shape.batch) as client,
+    ):
         memcpy = Memcpy(shape.page_bytes, slots)
         rows = client.source["kv"]
         store = Stores(client)
