@@ -15,7 +15,9 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
     HybridLinearKVPool,
     HybridReqToTokenPool,
     MHATokenToKVPool,
@@ -40,13 +42,12 @@ WINDOW = 3 * PAGE
 SLOTS = 32 * PAGE
 LAYERS = 4
 MODEL = ROOT / "tests" / "fixtures" / "models" / "llama-3.1-8b"
-KINDS = ("mha", "mla", "swa", "mamba", "mamba_mla")
-_MORE = {"swa": (ComponentType.SWA,), "mamba": (ComponentType.MAMBA,), "mamba_mla": (ComponentType.MAMBA,)}
+KINDS = ("mha", "mla", "dsa", "swa", "mamba", "mamba_mla", "mamba_swa", "dsv4_swa")
 
 
 def linker_flags(address: str, **section: Any) -> dict[str, Any]:
     """Return the flags that turn the linker on."""
-    slots = {"kv": 64, "swa": 64, "mamba": 32}
+    slots = {"kv": 64, "swa": 64, "mamba": 32, "indexer": 64, "deepseek_v4_c4": 64}
     hoststage = {"address": address, "load_timeout": 5.0, "store_timeout": 10.0, "slots": slots, **section}
     return {
         "enable_unified_cache_external_linker": True,
@@ -82,18 +83,72 @@ def _states(device: str) -> HybridReqToTokenPool:
     )
 
 
+def page_of(kind: str) -> int:
+    """Return the tokens of a page; DSA takes pages of 64 alone, DeepSeek-V4 large ones."""
+    return {"dsa": 64, "dsv4_swa": 256}.get(kind, PAGE)
+
+
+def run_of(kind: str, first: int) -> array:
+    """Return tokens that fill four pages of a kind."""
+    return array("q", range(first, first + 4 * page_of(kind)))
+
+
+def _deepseek_v4(device: str) -> tuple[Any, Any]:
+    size, page = 2048, 256
+    kv = DeepSeekV4TokenToKVPool(
+        max_num_reqs=4,
+        swa_size=size,
+        c4_size=size // 4,
+        c128_size=size // 128,
+        c4_state_pool_size=64,
+        c128_state_pool_size=64,
+        page_size=page,
+        swa_page_size=page,
+        dtype=torch.float8_e4m3fn,
+        c4_state_dtype=torch.float32,
+        c128_state_dtype=torch.float32,
+        qk_nope_head_dim=448,
+        qk_rope_head_dim=64,
+        indexer_head_dim=128,
+        layer_num=LAYERS,
+        start_layer=0,
+        end_layer=LAYERS,
+        device=device,
+        enable_memory_saver=False,
+        compression_ratios=[0, 4, 128, 4],
+    )
+    return kv, SWATokenToKVPoolAllocator(size, size, page, kv.dtype, device, kv, False)
+
+
 def pools(kind: str, device: str) -> tuple[Any, Any, Any]:
     """Return a kind's KV cache, its allocator and its request pool."""
     requests: Any = ReqToTokenPool(4, SLOTS, device, False)
-    if kind == "swa":
+    page = page_of(kind)
+    if "mamba" in kind:
+        requests = _states(device)
+    if kind == "dsv4_swa":
+        return *_deepseek_v4(device), requests
+    if "swa" in kind:
         kv = SWAKVPool(SLOTS, SLOTS, PAGE, torch.bfloat16, 2, 64, [0, 2], [1, 3], device, enable_alt_stream=False)
         return kv, SWATokenToKVPoolAllocator(SLOTS, SLOTS, PAGE, torch.bfloat16, device, kv, False), requests
     if kind == "mha":
         kv = _mha(device)
     elif kind == "mla":
         kv = MLATokenToKVPool(SLOTS, PAGE, torch.bfloat16, 128, 64, LAYERS, device, enable_memory_saver=False)
+    elif kind == "dsa":
+        kv = DSATokenToKVPool(
+            SLOTS,
+            page,
+            128,
+            torch.bfloat16,
+            64,
+            LAYERS,
+            device,
+            index_head_dim=128,
+            enable_memory_saver=False,
+            kv_cache_dim=192,
+        )
     else:
-        requests = _states(device)
         mla = {"use_mla": True, "kv_lora_rank": 128, "qk_rope_head_dim": 64} if kind == "mamba_mla" else {}
         kv = HybridLinearKVPool(
             size=SLOTS,
@@ -106,7 +161,7 @@ def pools(kind: str, device: str) -> tuple[Any, Any, Any]:
             mamba_pool=requests.mamba_pool,
             **mla,
         )
-    return kv, PagedTokenToKVPoolAllocator(SLOTS, PAGE, torch.bfloat16, device, kv, False), requests
+    return kv, PagedTokenToKVPoolAllocator(SLOTS, page, torch.bfloat16, device, kv, False), requests
 
 
 class LinkedEngine:
@@ -124,7 +179,7 @@ class LinkedEngine:
         args = ServerArgs(
             **{"model_path": str(MODEL), **flags},
             device=device,
-            page_size=PAGE,
+            page_size=page_of(kind),
             tp_size=tp[1],
             skip_tokenizer_init=True,
             **linker_flags(address, **section),
@@ -138,11 +193,15 @@ class LinkedEngine:
             disable=False,
             req_to_token_pool=self.requests,
             token_to_kv_pool_allocator=self.allocator,
-            page_size=PAGE,
+            page_size=page_of(kind),
             tp_cache_group=group,
-            sliding_window_size=WINDOW if kind == "swa" else None,
+            sliding_window_size=WINDOW if "swa" in kind else None,
             enable_mamba_extra_buffer="mamba" in kind,
-            tree_components=(ComponentType.FULL, *_MORE.get(kind, ())),
+            tree_components=(
+                ComponentType.FULL,
+                *([ComponentType.SWA] if "swa" in kind else []),
+                *([ComponentType.MAMBA] if "mamba" in kind else []),
+            ),
         )
         self.tree = UnifiedRadixCache(params)
         self.linker = create_unified_cache_linker(
@@ -164,11 +223,14 @@ class LinkedEngine:
     # -------------------------------------------------------------- bytes
 
     def _buffers(self) -> dict[str, list[Any]]:
-        if self.kind == "swa":
-            full, window = self.kv.full_kv_pool, self.kv.swa_kv_pool
-            return {"kv": [*full.k_buffer, *full.v_buffer], "swa": [*window.k_buffer, *window.v_buffer]}
+        if self.kind == "dsv4_swa":
+            return {name: pool.kv_buffer for name, pool in self.linker.pools.items()}
         pool = getattr(self.kv, "full_kv_pool", self.kv)
         found = {"kv": list(pool.kv_buffer) if hasattr(pool, "kv_buffer") else [*pool.k_buffer, *pool.v_buffer]}
+        if self.kind == "dsa":
+            found["indexer"] = list(pool.index_k_with_scale_buffer)
+        if "swa" in self.kind:
+            found["swa"] = [*self.kv.swa_kv_pool.k_buffer, *self.kv.swa_kv_pool.v_buffer]
         if "mamba" in self.kind:
             cache = self.requests.mamba_pool.mamba_cache
             found["mamba"] = [
@@ -181,12 +243,17 @@ class LinkedEngine:
         generator = torch.Generator().manual_seed(seed)
         for buffers in self._buffers().values():
             for buffer in buffers:
-                buffer.copy_(torch.randn(buffer.shape, generator=generator))
+                whole = buffer.view(torch.uint8) if self.kind == "dsv4_swa" else buffer
+                whole.copy_(100 * torch.rand(whole.shape, generator=generator))
 
     def rows(self, at: Any, state: Any = None) -> list[Any]:
         """Return the bytes of tokens: in the full pool, of their last window in the window pool, and of a state."""
         buffers = self._buffers()
+        if self.kind == "dsv4_swa":
+            return self._regions(at)
         out = [buffer[at].clone().cpu() for buffer in buffers["kv"]]
+        # One row a page.
+        out += [buffer[at[::64] // 64].clone().cpu() for buffer in buffers.get("indexer", [])]
         if "swa" in buffers:
             last = self.allocator.translate_loc_from_full_to_swa(at)[-WINDOW:]
             assert (last > 0).all()
@@ -194,6 +261,18 @@ class LinkedEngine:
         if "mamba" in buffers:
             out += [buffer[state].clone().cpu() for buffer in buffers["mamba"]]
         return out
+
+    def _regions(self, at: Any) -> list[Any]:
+        """Return the rows of DeepSeek-V4's pools, a row a page: of all pages, or of the one that has the window."""
+        full = at[::256] // 256
+        window = self.allocator.translate_loc_from_full_to_swa(at)[::256][-1:] // 256
+        assert (window > 0).all()
+        rows = {"kv": full, "swa": window}
+        return [
+            buffer.view(torch.uint8)[rows[str(pool.indices_from_pool)]].clone().cpu()
+            for pool in self.linker.pools.values()
+            for buffer in pool.kv_buffer
+        ]
 
     # -------------------------------------------------------------- what the scheduler does
 
@@ -210,7 +289,7 @@ class LinkedEngine:
         return self.tree.match_prefix(MatchPrefixParams(key=RadixKey(tokens)))
 
     def _alloc(self, count: int) -> Any:
-        if self.kind != "swa":
+        if "swa" not in self.kind:
             return self.allocator.alloc(count)
         # What the allocator's own `alloc` does; that one is for pages of one token.
         at = self.allocator.full_attn_allocator.alloc(count)
@@ -226,6 +305,10 @@ class LinkedEngine:
         self.tree.insert(InsertParams(key=RadixKey(tokens), value=at, mamba_value=state))
         return rows
 
+    def insert_written(self, tokens: array) -> None:
+        """Put tokens into the tree whose pages something else writes."""
+        self.tree.insert(InsertParams(key=RadixKey(tokens), value=self._alloc(len(tokens))))
+
     def store(self, tokens: array, seed: int) -> list[Any]:
         """Insert tokens and wait until the tree has seen the acknowledgement."""
         rows = self.insert(tokens, seed)
@@ -239,7 +322,7 @@ class LinkedEngine:
 
     def evict(self) -> None:
         """Evict everything from the device."""
-        self.tree.evict(EvictParams(num_tokens=SLOTS, swa_num_tokens=SLOTS, mamba_num=16))
+        self.tree.evict(EvictParams(num_tokens=4 * SLOTS, swa_num_tokens=4 * SLOTS, mamba_num=16))
 
     def request(self, tokens: Sequence[int], rid: str = "r") -> Req:
         """Return a request for the tokens that was matched as the scheduler does before it admits it."""

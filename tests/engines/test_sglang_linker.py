@@ -66,7 +66,7 @@ def test_what_was_evicted_from_the_device_comes_back_byte_for_byte(
     node: Daemon, engines: Callable[..., ls.LinkedEngine], kind: str
 ) -> None:
     engine = engines(node.address, kind)
-    tokens = _tokens(1000)
+    tokens = ls.run_of(kind, 1000)
     wanted = engine.store(tokens, 1)
     engine.evict()
     assert engine.match(tokens).device_prefix_len == 0
@@ -126,7 +126,7 @@ def test_an_offload_is_one_commit_over_all_pools(
 ) -> None:
     engine = engines(node.address, kind)
     before = _counters(node, "commit")
-    engine.insert(_tokens(8000), 7)
+    engine.insert(ls.run_of(kind, 8000), 7)
     # With a window the tree makes two nodes of it: one that has the window, and what lies before.
     offloads = len(engine.tree.linker.pending_offloads)
     engine.settle()
@@ -145,7 +145,7 @@ def test_another_engine_finds_what_the_first_one_stored_after_both_and_the_daemo
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="hs") as folder:
         daemon = Daemon(Path(folder), budget="256MiB").start()
-        tokens = _tokens(1000)
+        tokens = ls.run_of(kind, 1000)
         first = ls.LinkedEngine(daemon.address, kind, group)
         wanted = first.store(tokens, 8)
         first.close()
@@ -224,6 +224,26 @@ def test_a_daemon_killed_between_lookup_and_load_fails_that_request_alone(
         assert engine.forward([req]) == [req]
         # A batch without loads has none that could fail.
         assert engine.forward([req]) == []
+
+
+def test_a_page_that_rots_in_the_store_fails_its_load_and_is_a_miss_afterwards(
+    engines: Callable[..., ls.LinkedEngine],
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="hs") as folder:
+        daemon = Daemon(Path(folder), budget="256MiB", flags=["store.direct_io=off"]).start()
+        engine = engines(daemon.address, "swa")
+        tokens = _tokens(1000)
+        engine.store(tokens, 25)
+        for segment in Path(folder).glob("store/**/*.seg"):
+            data = bytearray(segment.read_bytes())
+            data[4096 : len(data) // 2] = bytes(len(data) // 2 - 4096)
+            segment.write_bytes(data)
+        engine.evict()
+        req = engine.request(tokens)
+        assert engine.admit(req) is not None
+        assert engine.forward([req]) == [req]
+        assert engine.request(tokens, "again").host_hit_length < len(tokens)
+        daemon.kill()
 
 
 def test_a_stopped_daemon_makes_the_scheduler_wait_once_and_not_at_every_lookup(

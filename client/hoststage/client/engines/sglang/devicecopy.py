@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from hoststage.client._pages import Mover
 from hoststage.client.errors import StackError
-from hoststage.shm.cuda import Runtime
+from hoststage.shm.cuda import CudaUnavailable, Runtime
 
 _Places = npt.NDArray[np.int64]
 
@@ -134,4 +134,7 @@ def copies_for(device: Any, pinned: Callable[[], bool]) -> Copies:
         return HostCopies()
     if device.type != "cuda":
         raise StackError("device", device.type, "the linker copies from and to CUDA devices and host memory")
-    return CudaCopies(device, pinned)
+    try:
+        return CudaCopies(device, pinned)
+    except CudaUnavailable as error:
+        raise StackError("device", str(device), f"the linker needs the CUDA runtime: {error}") from error

@@ -112,9 +112,12 @@ class DevicePages:
             start = len(places)
             places += [(c, b) for c in range(len(entry.components)) for b in buffers]
             of_layer[layer] = slice(start, len(places))
-        every = [(c, b) for c, buffers in enumerate(entry.components) for b in range(len(buffers))]
-        if sorted(places) != every:
-            raise StackError(f"device pool {entry.name}", entry.layer_mapping, "map every buffer to one layer")
+        last = max(of_layer)
+        # A buffer that no layer names comes with the last one.
+        places += [
+            (c, b) for c, group in enumerate(entry.components) for b in range(len(group)) if (c, b) not in places
+        ]
+        of_layer[last] = slice(of_layer[last].start, len(places))
         meta = np.array([entry.buffer_meta[c][b] for c, b in places], dtype=np.int64)
         for (c, b), (_, step, size) in zip(places, meta.tolist(), strict=True):
             buffer = entry.components[c][b]
