@@ -44,6 +44,8 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
+from hoststage.client import PayloadPath, _pages  # noqa: E402
+from hoststage.shm import copy  # noqa: E402
 from tests.engines import linker_support as ls  # noqa: E402
 from tests.engines import sglang_support as sg  # noqa: E402
 from tests.integration.daemon import ROOT, Daemon  # noqa: E402
@@ -131,9 +133,19 @@ class Engine:
     """A tree with HiCache and hoststage's backend, over a device pool in host memory (host layout `page_first`)."""
 
     def __init__(
-        self, node: Daemon, group: Any, mode: str, *, window: bool = False, state: bool = False, **section: Any
+        self,
+        node: Daemon,
+        group: Any,
+        mode: str,
+        *,
+        window: bool = False,
+        state: bool = False,
+        allocator: str = "",
+        **section: Any,
     ) -> None:
         extra = {**sg.config(node.address, section=section).extra_config, "prefetch_threshold": sg.PAGE}
+        if allocator:
+            extra["allocator"] = allocator
         args = ServerArgs(
             model_path=str(MODEL),
             device="cpu",
@@ -355,6 +367,43 @@ def test_a_tree_whose_host_pools_are_in_the_daemons_memory_works_alike(
     at = engine.tree.path_device_indices(found.last_device_node)
     assert all(torch.equal(a, b) for a, b in zip(wanted, engine.rows(at), strict=True))
     assert engine.backend.failures == {}
+
+
+@pytest.mark.parametrize("kind", ["cache", "buffer_only", "window", "state"])
+def test_a_tree_whose_host_pools_are_memfds_copies_no_page_in_its_own_process(
+    node: Daemon, engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    def forbidden(*_: object) -> int:
+        raise AssertionError("a page was copied in the engine's process")
+
+    for module in (_pages, copy):
+        monkeypatch.setattr(module, "copy_pages", forbidden)
+    mode = "cache" if kind == "cache" else "buffer_only"
+    given = {"window": kind == "window", "state": kind == "state", "allocator": "shm"}
+    first = 80_000 + 2_000 * ["cache", "buffer_only", "window", "state"].index(kind)
+    tokens = array("q", range(first, first + PAGES * sg.PAGE))
+    one = engines(mode, **given)
+    wanted = one.store(tokens, 9)
+    policy = PoolHitPolicy.TRAILING_PAGES
+    ask = [sg.transfer(PoolName.SWA, ["window"] * (WINDOW // sg.PAGE), policy=policy)] if kind == "window" else []
+    ask += [sg.transfer(PoolName.MAMBA, ["state"], policy=policy)] if kind == "state" else []
+    hashes = get_storage_hash_str(list(tokens), None, page_size=sg.PAGE)
+    one.until(lambda: one.backend.batch_exists_v2(hashes, ask).kv_hit_pages == PAGES)
+    other = engines(mode, **given)
+    for engine in (one, other):
+        paths = {channel._session.grant.path for channel in engine.backend._channels.values()}
+        assert paths == {PayloadPath.IMPORTED}
+    other.fill(10)
+    other.load(other.fetch(tokens))
+    found = other.match(tokens)
+    assert found.device_prefix_len == len(tokens)
+    rows = other.rows(other.tree.path_device_indices(found.last_device_node))
+    if kind == "state":
+        req = Req("next", "", array("q", [*tokens, 1, 2, 3]), SamplingParams(max_new_tokens=4))
+        req.init_next_round_input(other.tree, cow_mamba=True)
+        rows += other.states(req.kv.mamba_cow_src_index)
+    assert all(torch.equal(a, b) for a, b in zip(wanted, rows, strict=True))
+    assert one.backend.failures == other.backend.failures == {}
 
 
 def test_a_state_comes_back_with_its_full_pool_in_buffer_only(engines: Callable[..., Engine]) -> None:

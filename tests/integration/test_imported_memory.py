@@ -32,9 +32,11 @@ from hoststage.client import (
     StackError,
     StackSpec,
     _pages,
+    aio,
     connect,
 )
 from hoststage.shm import copy
+from hoststage.v1 import imported as wire
 from tests.integration.daemon import Daemon, eventually
 from tests.life_support import counter, sessions, slots_in_use, worker
 
@@ -223,6 +225,28 @@ def test_a_run_larger_than_the_write_arena_goes_in_several_commits(node: Daemon)
         assert [memory.page(r, SIZES) for r in target.tolist()] == [memory.page(r, SIZES) for r in source.tolist()]
 
 
+async def test_the_asyncio_face_moves_imported_pages_too(node: Daemon) -> None:
+    memory = Memory(1 << 20)
+    source, target = table(8), table(8, base=1 << 19)
+    async with await aio.connect(node.address, stack=stack("aio")) as session:
+        imported = await session.import_memory(memory.fd, name="pool")
+        ticket = await session.store(keys_of(8), {"kv": rows(imported, source)})
+        assert (await ticket).ok
+        assert await session.load(keys_of(8), into={"kv": rows(imported, target)})
+    assert [memory.page(r, SIZES) for r in target.tolist()] == [memory.page(r, SIZES) for r in source.tolist()]
+
+
+def test_more_pieces_than_one_request_may_name_go_in_several_stores(node: Daemon, monkeypatch) -> None:
+    memory = Memory(1 << 20)
+    monkeypatch.setattr(wire, "MAX_PLACES", 30)
+    with connect(node.address, stack=stack("many")) as session:
+        imported = session.import_memory(memory.fd)
+        assert session.store(keys_of(25), {"kv": rows(imported, table(25))}).wait().pages == 25
+        with pytest.raises(StackError, match="at most 30 pieces"):
+            session.load(keys_of(25), into={"kv": rows(imported, table(25))})
+        assert session.load(keys_of(10), into={"kv": rows(imported, table(10))})
+
+
 # -------------------------------------------------------------- what is not taken
 
 
@@ -327,6 +351,9 @@ def test_dropped_memory_is_closed_by_the_daemon(own_node: Daemon) -> None:
     with connect(own_node.address, stack=stack("drop")) as session:
         one, _ = session.import_memory(memory.fd), session.import_memory([memory.fd, memory.fd])
         assert _held(own_node, "client") == 3
+        told = own_node.status()["imports"]
+        assert (told["descriptors"], told["bytes"]) == (3, 3 << 20)
+        assert "hoststage_imported_bytes 3.145728e+06" in own_node.get("/metrics")
         one.close()
         assert _held(own_node, "client") == 2
     eventually(lambda: not _held(own_node, "client"))

@@ -93,6 +93,10 @@ def test_more_pieces_than_a_page_may_have_are_refused():
     message = pb.ImportedPages(memfds=[0] * many, piece_bytes=[1] * many)
     with pytest.raises(imported.PlacesError, match="at most"):
         imported.places_from_proto(message, "pages[0]")
+    whole = pb.ImportedPages(memfds=[0], piece_bytes=[1], offsets=range(imported.MAX_PLACES // 2 + 1))
+    assert len(imported.store_from_proto(pb.ImportedStore(pages=[whole])).pages) == 1
+    with pytest.raises(imported.PlacesError, match="in one request"):
+        imported.store_from_proto(pb.ImportedStore(pages=[whole, whole]))
     with pytest.raises(imported.PlacesError, match="claim"):
         imported.store_from_proto(pb.ImportedStore(claim=1 << 62))
 

@@ -294,8 +294,9 @@ def store(
     ids = {pool: table.imported.id_on(link, deadline) for pool, table in rows.items()}
     ticket = StoreTicket(link)
     try:
-        per_key = run.key_bytes + sum(_BYTES_PER_PIECE_ON_WIRE * len(rows[r.pool].sizes) for r in ranges)
-        most = max(1, min(link.welcome.limits.max_span_keys or len(run), link.message_room // per_key))
+        pieces = sum(len(rows[r.pool].sizes) for r in ranges)
+        fit = min(link.message_room // (run.key_bytes + _BYTES_PER_PIECE_ON_WIRE * pieces), wire.MAX_PLACES // pieces)
+        most = max(1, min(link.welcome.limits.max_span_keys or len(run), fit))
         for piece in split(len(run), ranges, room_of(link, ranges, by_message=False), most):
             before = run.cut(piece.start - 1, piece.start) if piece.start and parent else parent
             span = ops.Span(run.cut(piece.start, piece.end), run.key_bytes, tuple(p.range for p in piece.parts), before)
@@ -346,6 +347,8 @@ def _store_piece(
 def load(core: Core, request: LoadRequest, into: Mapping[str, ImportedPages], deadline: Deadline) -> Loaded:
     """Load a prefix into imported memory; see `Session.load`."""
     rows = _checked(core, into, "into")
+    if (pieces := sum(table.offsets.size for table in rows.values())) > wire.MAX_PLACES:
+        raise StackError("into", f"{pieces} pieces", f"load at most {wire.MAX_PLACES} pieces in one call")
     link = core.ready(deadline)
     names = [pool.name for pool in core.options.stack.pools]
     tables = tuple(t.places(pool, t.imported.id_on(link, deadline), 0, len(t)) for pool, t in rows.items())

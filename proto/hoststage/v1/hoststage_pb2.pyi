@@ -1706,7 +1706,7 @@ Global___DropImport: _TypeAlias = DropImport  # noqa: Y015
 
 @_typing.final
 class ImportedPages(_message.Message):
-    """Places of pages of one pool in imported memory."""
+    """Places of pages of one pool in imported memory. One request names at most 131072 pieces, of at most 1 GiB each."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -7,6 +7,7 @@ daemon can tell.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -21,6 +22,8 @@ I64: TypeAlias = NDArray[np.int64]
 MAX_PIECES = 1 << 16
 """Pieces of one page; with the limit of a piece's bytes their sum can never overflow."""
 MAX_PIECE_BYTES = 1 << 30
+MAX_PLACES = 1 << 17
+"""Pieces of all pages of one request: what is read from a message in a few milliseconds."""
 MAX_OFFSET = (1 << 62) - 1
 
 
@@ -125,6 +128,13 @@ def places_from_proto(m: pb.ImportedPages, at: str) -> Places:
     return Places(m.import_id, m.pool, memfds, sizes.astype(np.int64), table)
 
 
+def _tables(pages: Sequence[pb.ImportedPages], field: str) -> tuple[Places, ...]:
+    count = sum(len(p.offsets) for p in pages)
+    if count > MAX_PLACES:
+        raise PlacesError(f"{field}.offsets", f"{count} pieces", f"move at most {MAX_PLACES} pieces in one request")
+    return tuple(places_from_proto(p, f"{field}[{i}]") for i, p in enumerate(pages))
+
+
 def _claim(value: int) -> int:
     if value > MAX_OFFSET:
         raise PlacesError("claim", value, "name a number less than 2^62, or 0 for no claim")
@@ -139,8 +149,7 @@ def store_to_proto(m: ImportedStore) -> pb.ImportedStore:
 
 def store_from_proto(m: pb.ImportedStore) -> ImportedStore:
     """Return the store in a message. Raises `PlacesError`."""
-    pages = tuple(places_from_proto(p, f"pages[{i}]") for i, p in enumerate(m.pages))
-    return ImportedStore(convert.span_from_proto(m.span), pages, m.wait_ms, _claim(m.claim))
+    return ImportedStore(convert.span_from_proto(m.span), _tables(m.pages, "pages"), m.wait_ms, _claim(m.claim))
 
 
 def load_to_proto(m: ImportedLoad) -> pb.ImportedLoad:
@@ -151,8 +160,7 @@ def load_to_proto(m: ImportedLoad) -> pb.ImportedLoad:
 
 def load_from_proto(m: pb.ImportedLoad) -> ImportedLoad:
     """Return the load in a message. Raises `PlacesError`."""
-    into = tuple(places_from_proto(p, f"into[{i}]") for i, p in enumerate(m.into))
-    return ImportedLoad(convert.load_from_proto(m.load), into, _claim(m.claim))
+    return ImportedLoad(convert.load_from_proto(m.load), _tables(m.into, "into"), _claim(m.claim))
 
 
 def load_reply_to_proto(m: ImportedLoadReply) -> pb.ImportedLoadReply:

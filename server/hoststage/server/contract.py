@@ -201,6 +201,15 @@ class HoldFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class ImportFacts:
+    """Memory of clients that the daemon reads and writes, for operators and metrics. `limit`: descriptors that it may keep for it."""
+
+    descriptors: int = 0
+    limit: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class TierFacts:
     """Counters and gauges of the tier, for the metrics. Counters only grow. Keys of `counters`: (name, label value)."""
 
@@ -212,6 +221,7 @@ class TierFacts:
     undrainable_commits: int = 0
     problems: tuple[str, ...] = ()
     holds: HoldFacts = HoldFacts()
+    imports: ImportFacts = ImportFacts()
 
 
 class ImportedMemory(Protocol):

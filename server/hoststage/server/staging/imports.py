@@ -45,6 +45,11 @@ class Imports:
         self._last = 0
         self._over = False
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of memory whose descriptors are here."""
+        return sum(sum(each.sizes) for each in self._imports.values() if each.files)
+
     def announce(self, name: str, sizes: Sequence[int]) -> int:
         """Note memory that is to come, and return its number. Raises `RequestError`."""
         if not 1 <= len(sizes) <= MOST_MEMFDS:

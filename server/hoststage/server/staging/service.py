@@ -24,7 +24,7 @@ from hoststage.core.sessions import SessionCore, SessionLimits, SessionState
 from hoststage.core.stack import Mode, PayloadPath, namespace_of
 from hoststage.core.tier import Tier
 from hoststage.core.writepool import WritePool
-from hoststage.server.contract import PoolFacts, Port, Refusal, SessionRequest, TierFacts
+from hoststage.server.contract import ImportFacts, PoolFacts, Port, Refusal, SessionRequest, TierFacts
 from hoststage.server.memory.arena import ArenaKind, MemoryUnavailable
 from hoststage.server.memory.imports import descriptor_limit
 from hoststage.server.memory.pool import ArenaPool
@@ -413,6 +413,11 @@ class Service:
             waiting,
             problems,
             self.holds.facts(),
+            ImportFacts(
+                self.imported_descriptors.taken,
+                self.imported_descriptors.limit,
+                sum(s.imported.imports.bytes for s in self._sessions.values()),
+            ),
         )
 
     def _pool_facts(self) -> list[PoolFacts]:

@@ -86,6 +86,7 @@ class HttpPort:
                 "sessions": [asdict(s) for s in facts.sessions],
                 "pools": [asdict(p) for p in facts.pools],
                 "holds": asdict(facts.holds),
+                "imports": asdict(facts.imports),
                 "counters": counters,
                 "store": stats,
             }

@@ -76,6 +76,7 @@ class TierCollector(Collector):
         yield from self._sessions(facts)
         yield from self._slots(facts)
         yield from self._holds(facts)
+        yield from self._imports(facts)
         yield from self._counters(facts)
         if self._store is not None:
             yield from _store_metrics(self._store.stats())
@@ -125,6 +126,13 @@ class TierCollector(Collector):
         slots.add_metric(["held"], facts.holds.slots_held)
         slots.add_metric(["free"], facts.holds.slots - facts.holds.slots_held)
         yield from (holds, slots)
+
+    @staticmethod
+    def _imports(facts: TierFacts) -> Iterable[Metric]:
+        imports = facts.imports
+        yield _gauge("hoststage_imported_bytes", "Memory of clients that is read and written in place", imports.bytes)
+        yield _gauge("hoststage_imported_descriptors", "Descriptors kept for it", imports.descriptors)
+        yield _gauge("hoststage_imported_descriptors_limit", "Descriptors that may be kept for it", imports.limit)
 
     @staticmethod
     def _counters(facts: TierFacts) -> Iterable[Metric]:

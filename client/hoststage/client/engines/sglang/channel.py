@@ -22,6 +22,7 @@ from hoststage.client.engines.sglang.sharedpools import SharedPool
 from hoststage.client.errors import DaemonUnavailable, HostStageError, Refused, RequestRejected
 from hoststage.client.session import Session, connect
 from hoststage.client.stack import PayloadPath, StackSpec
+from hoststage.v1.imported import MAX_PLACES
 from hoststage.v1.ops import Outcome
 
 _log = logging.getLogger(__name__)
@@ -188,6 +189,9 @@ class Channel:
 
     def _read(self, session: Session, keys: Sequence[bytes], given: Mapping[str, ScatteredPages]) -> int:
         rows = self._rows(session, given)
+        if any(isinstance(pages, ImportedPages) for pages in rows.values()):
+            pieces = sum(len(pages.sizes) for pages in rows.values())
+            self._load_pages = min(self._load_pages, max(1, MAX_PLACES // pieces))
         done = 0
         end = len(keys)
         while done < end:
