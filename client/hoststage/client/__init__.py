@@ -7,9 +7,11 @@ the caller hands in tensors.
 from hoststage.client._arenas import Arena, ArenaKind, Pin, PinLevel
 from hoststage.client._holds import HoldBatch, RestoredHold
 from hoststage.client._imported import Imported, ImportedPages
-from hoststage.client._load import Loaded, LoadGroup, LoadStream, Match
+from hoststage.client._load import LoadStream
+from hoststage.client._loaded import Loaded, LoadGroup, Match
 from hoststage.client._pages import ScatteredPages
-from hoststage.client._store import StoreResult, StoreTicket, WriteBatch
+from hoststage.client._store import WriteBatch
+from hoststage.client._ticket import StoreResult, StoreTicket
 from hoststage.client.cuda import RegistrationFailed
 from hoststage.client.errors import (
     DaemonUnavailable,

@@ -19,10 +19,12 @@ from google.rpc import status_pb2
 from hoststage.client._arenas import present
 from hoststage.client._core import Core
 from hoststage.client._link import Link
-from hoststage.client._load import Loaded, LoadRequest
+from hoststage.client._load import LoadRequest
+from hoststage.client._loaded import Loaded
 from hoststage.client._pages import Keys, Part, Piece, pack_keys, split
 from hoststage.client._status import error_of
-from hoststage.client._store import StoreTicket, ranges_of, room_of
+from hoststage.client._store import ranges_of, room_of
+from hoststage.client._ticket import StoreTicket
 from hoststage.client._wire import SHARE_OF_DEADLINE, Deadline, Waiter
 from hoststage.client.errors import DaemonUnavailable, DeadlineExceeded, HostStageError, RequestRejected, StackError
 from hoststage.client.stack import PayloadPath

@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 from hoststage.client import session as sync
 from hoststage.client._holds import HoldBatch, RestoredHold
 from hoststage.client._imported import Imported
-from hoststage.client._load import Loaded, LoadGroup, Match
+from hoststage.client._loaded import Loaded, LoadGroup, Match
 from hoststage.client._pages import Keys, Rows
-from hoststage.client._store import StoreResult, WriteBatch
-from hoststage.client._store import StoreTicket as SyncTicket
+from hoststage.client._store import WriteBatch
+from hoststage.client._ticket import StoreResult
+from hoststage.client._ticket import StoreTicket as SyncTicket
 from hoststage.client.errors import DeadlineExceeded
 from hoststage.client.stack import StackSpec
 from hoststage.client.verdict import Verdict

@@ -15,11 +15,13 @@ from hoststage.client._core import Core
 from hoststage.client._holds import HoldBatch, RestoredHold
 from hoststage.client._imported import Imported
 from hoststage.client._link import Options, Previous
-from hoststage.client._load import Loaded, LoadStream, Match
+from hoststage.client._load import LoadStream
+from hoststage.client._loaded import Loaded, Match
 from hoststage.client._pages import Keys, Rows
 from hoststage.client._status import error_of_call
-from hoststage.client._store import StoreTicket, WriteBatch
+from hoststage.client._store import WriteBatch
 from hoststage.client._stream import open_channel
+from hoststage.client._ticket import StoreTicket
 from hoststage.client._wire import Message
 from hoststage.client.errors import StackError
 from hoststage.client.stack import StackSpec

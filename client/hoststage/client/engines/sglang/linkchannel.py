@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from hoststage.client._load import LoadStream, Match
+from hoststage.client._load import LoadStream
+from hoststage.client._loaded import Match
 from hoststage.client._pages import ScatteredPages
-from hoststage.client._store import StoreTicket
+from hoststage.client._ticket import StoreTicket
 from hoststage.client.engines.sglang.channel import Channel
 from hoststage.client.errors import DaemonUnavailable, DeadlineExceeded, HostStageError
 from hoststage.client.session import Session

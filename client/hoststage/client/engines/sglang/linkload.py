@@ -14,7 +14,8 @@ from typing import Any
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter
 from sglang.srt.utils import get_device_module
 
-from hoststage.client._load import Loaded, LoadStream, Match
+from hoststage.client._load import LoadStream
+from hoststage.client._loaded import Loaded, Match
 from hoststage.client._pages import ScatteredPages
 from hoststage.client.engines.sglang.devicecopy import Copies
 from hoststage.client.engines.sglang.devicepools import DevicePages

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from queue import Queue
 from typing import Any
 
-from hoststage.client._store import StoreTicket
+from hoststage.client._ticket import StoreTicket
 from hoststage.client.engines.sglang.devicecopy import Copies
 from hoststage.client.engines.sglang.devicepools import DevicePages
 from hoststage.client.engines.sglang.keys import keys_of

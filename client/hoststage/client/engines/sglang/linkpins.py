@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hoststage.client._load import Match
+from hoststage.client._loaded import Match
 from hoststage.client.engines.sglang.linkchannel import LinkChannel
 
 _YOUNG_SECONDS = 0.1
