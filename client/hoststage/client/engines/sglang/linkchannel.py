@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from hoststage.client._load import LoadStream
 from hoststage.client._loaded import Match
-from hoststage.client._pages import ScatteredPages
+from hoststage.client._pages import Keys, ScatteredPages
 from hoststage.client._ticket import StoreTicket
 from hoststage.client.engines.sglang.channel import Channel
 from hoststage.client.errors import DaemonUnavailable, DeadlineExceeded, HostStageError
@@ -59,6 +59,8 @@ class LinkChannel(Channel):
                 self.open()
             except HostStageError as error:
                 _log.debug("hoststage is still away: %s", error)
+            if self._closed:
+                self.close()
 
         self._opener = threading.Thread(target=attempt, name="hoststage-open", daemon=True)
         self._opener.start()
@@ -78,20 +80,18 @@ class LinkChannel(Channel):
             self._pause = _PAUSE_FIRST
         return done
 
-    def find(self, keys: Sequence[bytes], pin_seconds: float) -> Match | None:
+    def find(self, keys: Keys, pin_seconds: float) -> Match | None:
         """Look the keys up and pin what is answered."""
         timeout = self._settings.lookup_timeout
         return self._now("look up", lambda s: s.lookup(keys, pin_seconds=pin_seconds, timeout=timeout))
 
-    def begin(
-        self, keys: Sequence[bytes], pin: Match | None, ranges: Mapping[str, tuple[int, int]]
-    ) -> LoadStream | None:
+    def begin(self, keys: Keys, pin: Match | None, ranges: Mapping[str, tuple[int, int]]) -> LoadStream | None:
         """Start a load of these pages and return before they are there."""
         timeout = self._settings.load_timeout
         return self._now("load", lambda s: s.load_groups(keys, pin=pin or 0, ranges=ranges, timeout=timeout))
 
     def put(
-        self, keys: Sequence[bytes], rows: Mapping[str, ScatteredPages], first: Mapping[str, int], timeout: float
+        self, keys: Keys, rows: Mapping[str, ScatteredPages], first: Mapping[str, int], timeout: float
     ) -> StoreTicket | None:
         """Copy pages out and commit them; returns before they are stored."""
         return self._now("store", lambda s: s.store(keys, rows, first=first, timeout=timeout))

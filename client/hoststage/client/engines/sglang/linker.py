@@ -25,7 +25,6 @@ from sglang.srt.utils import get_device_module
 from hoststage.client.engines.sglang import stacks
 from hoststage.client.engines.sglang.devicecopy import copies_for
 from hoststage.client.engines.sglang.devicepools import by_pool, device_pages, pool_group
-from hoststage.client.engines.sglang.keys import keys_of
 from hoststage.client.engines.sglang.linkchannel import LinkChannel
 from hoststage.client.engines.sglang.linkload import LoadCounter, Loader, QueuedLoad, release_pins
 from hoststage.client.engines.sglang.linkoffload import Offloader
@@ -94,7 +93,7 @@ class HostStageLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if not keys:
             return []
         try:
-            return self.pins.lookup(rid, keys_of(keys))
+            return self.pins.lookup(rid, keys)
         except Exception:
             # The other ranks wait in a collective for this one's answer.
             _log.exception("hoststage: a lookup failed; it answers with a miss")

@@ -19,7 +19,7 @@ from hoststage.client._loaded import Loaded, Match
 from hoststage.client._pages import ScatteredPages
 from hoststage.client.engines.sglang.devicecopy import Copies
 from hoststage.client.engines.sglang.devicepools import DevicePages
-from hoststage.client.engines.sglang.keys import keys_of
+from hoststage.client.engines.sglang.keys import packed_keys_of
 from hoststage.client.engines.sglang.linkchannel import LinkChannel
 from hoststage.client.errors import HostStageError
 
@@ -192,7 +192,7 @@ class Loader:
             count = len(transfer.keys)
             ranges[name] = (len(hashes) - count, count)
             rows[name] = self._pages[name].rows(transfer.host_indices, self._copies.load)
-        stream = self._channel.begin(keys_of(hashes), queued.pin, ranges)
+        stream = self._channel.begin(packed_keys_of(hashes), queued.pin, ranges)
         if stream is None:
             raise LoadFailed("the daemon is away")
         return _Job(stream, rows)

@@ -14,7 +14,7 @@ from typing import Any
 from hoststage.client._ticket import StoreTicket
 from hoststage.client.engines.sglang.devicecopy import Copies
 from hoststage.client.engines.sglang.devicepools import DevicePages
-from hoststage.client.engines.sglang.keys import keys_of
+from hoststage.client.engines.sglang.keys import packed_keys_of
 from hoststage.client.engines.sglang.linkchannel import LinkChannel
 from hoststage.v1.ops import Outcome
 
@@ -129,7 +129,7 @@ class Offloader:
         if left <= 0:
             # It has waited behind others: a store that is slower than the engine must not hold its device pages.
             return None
-        return self._channel.put(keys_of(hashes), rows, first, left)
+        return self._channel.put(packed_keys_of(hashes), rows, first, left)
 
     def _follow(self, offload: _Offload, ticket: StoreTicket) -> None:
         def ended(done: StoreTicket) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hoststage.client._loaded import Match
+from hoststage.client.engines.sglang.keys import KEY_BYTES, packed_keys_of
 from hoststage.client.engines.sglang.linkchannel import LinkChannel
 
 _YOUNG_SECONDS = 0.1
@@ -22,9 +23,12 @@ MOST_KEYS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """An answer under its pin: the keys that were asked for, and when. whole: whether it is all that could be restored."""
+    """An answer under its pin: what was asked, and when. whole: whether it is all that could be restored.
 
-    keys: tuple[bytes, ...]
+    asked: how many pages, and the hash of the last. Each hash is chained to those before it, so that the two name the run.
+    """
+
+    asked: tuple[int, str]
     match: Match
     whole: bool
     since: float
@@ -42,20 +46,21 @@ class Pins:
     def __len__(self) -> int:
         return len(self._held)
 
-    def lookup(self, rid: str, keys: Sequence[bytes]) -> list[int]:
+    def lookup(self, rid: str, hashes: Sequence[str]) -> list[int]:
         """Return every prefix length that can be restored and is pinned, ascending; nothing where no pin could be had."""
         self._expire()
-        wanted = tuple(keys[:MOST_KEYS])
+        wanted = hashes[:MOST_KEYS]
+        asked = (len(wanted), wanted[-1])
         held = self._held.get(rid)
         # A load that follows an answer given again has at least half of the pin's life left.
-        if held is not None and held.whole and held.keys == wanted and self._age(held) < self._seconds / 2:
+        if held is not None and held.whole and held.asked == asked and self._age(held) < self._seconds / 2:
             return _lengths(held.match)
-        match, whole = self._ask(rid, wanted)
+        match, whole = self._ask(rid, packed_keys_of(wanted))
         # The new pin first: what both hold is not free for a moment.
         self.drop(rid)
         if match is None:
             return []
-        self._held[rid] = _Held(wanted, match, whole, self._clock())
+        self._held[rid] = _Held(asked, match, whole, self._clock())
         return _lengths(match)
 
     def take(self, rid: str) -> Match | None:
@@ -82,7 +87,7 @@ class Pins:
     def _age(self, held: _Held) -> float:
         return self._clock() - held.since
 
-    def _ask(self, rid: str, keys: tuple[bytes, ...]) -> tuple[Match | None, bool]:
+    def _ask(self, rid: str, keys: bytes) -> tuple[Match | None, bool]:
         """Return an answer with a pin, None for a miss, and whether it is all that could be restored."""
         match, whole = self._channel.find(keys, self._seconds), True
         if match and not match.pin and self._make_way(rid):
@@ -90,7 +95,7 @@ class Pins:
         while match and not match.pin:
             # Not all of it fits. The front of it is better than nothing, and what is not pinned must not be promised.
             shorter = match.longest_at_most(match.longest // 2)
-            match, whole = (self._channel.find(keys[:shorter], self._seconds) if shorter else None), False
+            match, whole = (self._channel.find(keys[: shorter * KEY_BYTES], self._seconds) if shorter else None), False
         return match or None, whole
 
     def _make_way(self, rid: str) -> bool:
