@@ -10,9 +10,11 @@ import importlib
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ torch = pytest.importorskip("torch")
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName  # noqa: E402
 from sglang.srt.mem_cache.pool_host import base, common  # noqa: E402
 
-from hoststage.client import StackError, connect  # noqa: E402
+from hoststage.client import PayloadPath, StackError, connect  # noqa: E402
 from hoststage.client.engines.sglang import allocator, plugin  # noqa: E402
 from hoststage.client.engines.sglang.hostpools import HostPoolsUnavailable, _stack  # noqa: E402
 from tests.engines import sglang_support as sg  # noqa: E402
@@ -109,6 +111,27 @@ def test_an_indexer_beside_its_anchor_lives_there_too(node: Daemon) -> None:
         assert {sg.mapping_at(tensor.data_ptr())[0] for tensor in sg.tensors_of(pool)} == {OURS}
 
 
+def test_memory_goes_back_though_a_forked_child_of_the_engine_lives_on(node: Daemon) -> None:
+    before = _leased(node)
+    with sg.engine(_extra(node.address, required=True)):
+        pool = sg.mla("page_first")
+        backend = sg.open_backend(node.address, pool, is_mla_model=True, model_name="tests/forked")
+        inode = sg.mapping_at(sg.tensors_of(pool)[0].data_ptr())[1]
+        if (child := os.fork()) == 0:
+            time.sleep(60)
+            os._exit(0)
+        try:
+            backend.close()
+            del pool, backend
+            gc.collect()
+            eventually(lambda: _leased(node) == before)
+            again = sg.mla("page_first")
+            assert sg.mapping_at(sg.tensors_of(again)[0].data_ptr())[1] == inode
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
 @pytest.mark.parametrize("storage", [None, "file"])
 def test_it_serves_launches_with_any_storage_backend_or_none(node: Daemon, storage: str | None) -> None:
     with sg.engine(_extra(node.address, required=True), storage):
@@ -159,6 +182,8 @@ def test_pages_of_several_pools_go_through_the_storage_backend_and_come_back_byt
         assert [sg.page_bytes(kv, page) for page in range(10, 16)] == wanted[0]
         assert sg.page_bytes(state, 7) == wanted[1]
         assert backend.failures == {}
+        paths = {channel.open().grant.path for channel in backend._channels.values()}
+        assert paths == {PayloadPath.IMPORTED}
         backend.close()
 
 
@@ -214,6 +239,8 @@ def test_a_killed_engines_memory_goes_back_and_is_warm_at_its_next_start(
     assert name == OURS
     ok, pages = first.ask("store")
     assert ok == [True] * 8
+    # The daemon moves the pages itself: they are in its memory, and pass through no other.
+    assert " over imported (" in first.said()
     granted = own_node.status()["granted_bytes"]
     first.kill()
     eventually(lambda: _leased(own_node) == 0)

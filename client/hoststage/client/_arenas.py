@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -52,11 +53,11 @@ class Pin:
     huge_pages: bool
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Arena:
     """One mapped arena. `page_bytes`: bytes of a page within a slot of `stride` bytes (equal for WHOLE). `warm`: for WHOLE, whether it was
     populated before, with the bytes of an earlier lease of the tenant. `trailing_pages`: of an index, the pages at a prefix's end that its
-    pool needs; 0: all."""
+    pool needs; 0: all. `fds`: for WHOLE, its memfds while it is leased, for a session that imports it."""
 
     arena_id: int
     kind: ArenaKind
@@ -68,6 +69,20 @@ class Arena:
     mapping: Mapping
     warm: bool = False
     trailing_pages: int = 0
+    fds: list[int] = field(default_factory=list)
+
+    def keep_descriptors(self, fds: Sequence[int]) -> None:
+        """Keep duplicates of descriptors until the arena is given back; not in a forked child."""
+        _keepers.add(self)
+        self.fds += [os.dup(fd) for fd in fds]
+
+    def close_descriptors(self) -> None:
+        """Close what is kept: memory that is open anywhere goes to nobody else. Safe to repeat."""
+        fds, self.fds = self.fds, []
+        close_all(fds)
+
+    def __del__(self) -> None:
+        self.close_descriptors()
 
     def view(self, slot: int) -> memoryview:
         """Return the page in a slot: writable in a write arena, else read-only."""
@@ -123,8 +138,25 @@ class Arenas:
     def unmap(self) -> list[Mapping]:
         """Give all mappings back; returns those that views of the caller still hold."""
         # The tables stay: a thread that is about to copy finds a closed arena, and says that the session was lost.
-        every = [*self, *self.index.values()]
-        return [arena.mapping for arena in every if not arena.mapping.unmap()]
+        busy = []
+        for arena in [*self, *self.index.values()]:
+            if arena.mapping.unmap():
+                arena.close_descriptors()
+            else:
+                busy.append(arena.mapping)
+        return busy
+
+
+_keepers: weakref.WeakSet[Arena] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    """A forked child does not map these, and must not keep them from whoever comes next."""
+    for arena in list(_keepers):
+        arena.close_descriptors()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def fetch(
@@ -143,7 +175,11 @@ def fetch(
         for grant in grants:
             if not grant.chunk_bytes:
                 continue  # a pool that stays on the device has no slots here
-            arenas.add(_mapped(grant, chunks.get(grant.arena_id, {}), page_bytes))
+            parts = chunks.get(grant.arena_id, {})
+            arena = _mapped(grant, parts, page_bytes)
+            arenas.add(arena)
+            if arena.kind is ArenaKind.WHOLE:
+                arena.keep_descriptors([parts[i][0] for i in sorted(parts)])
     except (MappingError, OSError) as error:
         arenas.unmap()
         raise DaemonUnavailable(f"the daemon's memory cannot be mapped: {error}") from error

@@ -46,6 +46,7 @@ class Closable(Protocol):
     """What ends with the session."""
 
     def close(self, timeout: float | None = None) -> None: ...
+    def disown(self) -> None: ...
 
 
 class Core:
@@ -236,6 +237,8 @@ class Core:
             self._link.lane.disown()
         if self._link.data is not None:
             self._link.data.disown()
+        for imported in self.imports:
+            imported.disown()
 
 
 def _weakly(method: weakref.WeakMethod[Callable[[Link, Message], None]]) -> Callable[[Link, Message], None]:

@@ -114,6 +114,10 @@ class Imported:
             return False
         return True
 
+    def disown(self) -> None:
+        """In a forked child: drop the inherited descriptors."""
+        self._close_own()
+
     def __del__(self) -> None:
         self._close_own()
 

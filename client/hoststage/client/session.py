@@ -378,6 +378,7 @@ class Session:
             raise StackError(
                 "arena", arena.arena_id, "drop every view of the arena first; it goes back once they are gone"
             )
+        arena.close_descriptors()
         link = self._core.link
         # After a reconnection the number may be another arena's.
         if link.arenas.whole.get(arena.arena_id) is arena:

@@ -150,8 +150,10 @@ class Arena:
         chunks: list[Chunk] = []
         mapping: Mapping | None = None
         try:
-            for start in range(0, total, policy.chunk_bytes):
-                part = min(policy.chunk_bytes, total - start)
+            # What is leased whole may be named by descriptor and offset (the path `imported`), and pieces of a page cross no edge of a memfd there.
+            most = total if kind is ArenaKind.WHOLE else policy.chunk_bytes
+            for start in range(0, total, most):
+                part = min(most, total - start)
                 flags = _MFD_CLOEXEC | _MFD_ALLOW_SEALING | (_MFD_HUGETLB if huge else 0)
                 fd = os.memfd_create(f"hoststage-{name}", flags)
                 chunks.append(Chunk(fd, part))

@@ -68,6 +68,7 @@ class WholeLeases:
             raise RequestError("BUDGET", f"bytes is {size}, must be at least 1", field="bytes")
         # What a worker that has just ended gives back is what its next start asks for.
         await self._returned()
+        self._service.sync_idle_arenas()
         warm = self._maker.idle_whole(session.request.stack.identity.tenant, size)
         self._service.sync_idle_arenas()
         lease = self._take_warm(session, name, warm) if warm is not None else await self._make(session, name, size)

@@ -110,6 +110,13 @@ class DaemonHostTensorAllocator(common.HostTensorAllocator):  # type: ignore[mis
         super().__init__()
         self._supply = supply
         self._otherwise = otherwise
+        self._addresses: list[int] = []
+
+    @property
+    def regions(self) -> tuple[tuple[int, int, int], ...]:
+        """Memfds that tensors of this allocator live in, each with the address at which it is mapped and its bytes, for the path `imported`."""
+        found = (self._supply.find(address) for address in self._addresses)
+        return tuple(lease.region for lease in found if lease is not None and lease.region is not None)
 
     def allocate(self, dims: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
         """Return a tensor that is not initialised.
@@ -126,6 +133,7 @@ class DaemonHostTensorAllocator(common.HostTensorAllocator):  # type: ignore[mis
             array = self._supply.lease(size)
         except HostStageError as error:
             return self._without(error, size)
+        self._addresses.append(array.ctypes.data)
         return torch.from_numpy(array).view(dtype).reshape(dims)
 
     def _without(self, error: HostStageError, size: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ from hoststage.client.engines.sglang.channel import Channel
 from hoststage.client.engines.sglang.hostpages import HostPages, host_pages
 from hoststage.client.engines.sglang.keys import key_of, keys_of
 from hoststage.client.engines.sglang.settings import Settings
-from hoststage.client.engines.sglang.sharedpools import SharedPool, memfds_of, shared_pool
+from hoststage.client.engines.sglang.sharedpools import SharedPool, regions_of, shared_pool
 from hoststage.client.errors import HostStageError
 from hoststage.shm.copy import address_of
 
@@ -337,7 +337,7 @@ def _shared(family: stacks.Family, pools: dict[str, HostPages]) -> dict[str, Sha
     shared = {name: pool for name, pool in found.items() if pool is not None}
     if len(shared) == len(found):
         return shared
-    if any(memfds_of(pools[name].pool)[0] for name in family.names):
+    if any(regions_of(pools[name].pool) for name in family.names):
         _log.warning(
             "hoststage copies the pages of %s in this process: they do not lie at fixed places of the pool's memfds",
             "+".join(family.names),

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
@@ -50,11 +50,16 @@ class Lease:
     arena: Arena
     bytes: int
     unpin: Callable[[], None] | None = None
-    parts: Any = field(default=None, repr=False)
 
     @property
     def address(self) -> int:
         return self.arena.mapping.address
+
+    @property
+    def region(self) -> tuple[int, int, int] | None:
+        """The memfd, the address at which it is mapped, and its bytes. None for a daemon that gives more than one."""
+        fds, mapping = self.arena.fds, self.arena.mapping
+        return (fds[0], mapping.address, mapping.size) if len(fds) == 1 else None
 
 
 class Leases:

@@ -1,4 +1,4 @@
-"""Host pools that SGLang itself allocates in memfds (`"allocator": "shm"`), so that the daemon can read and write them itself."""
+"""Host pools in memfds, so that the daemon can read and write them itself: SGLang's own (`"allocator": "shm"`), or the daemon's (`"host_pools": "daemon"`)."""
 
 from __future__ import annotations
 
@@ -35,29 +35,40 @@ class SharedPool:
         return ImportedPages(imported, rows.addresses - self.starts, rows.sizes, self.memfds)
 
 
-def memfds_of(pool: Any) -> tuple[tuple[int, ...], tuple[mmap.mmap, ...]]:
-    """Return the memfds that a host pool was allocated in, and their mappings; nothing where its memory is not shared."""
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A memfd and where it is mapped in this process, in bytes."""
+
+    fd: int
+    address: int
+    size: int
+
+
+def regions_of(pool: Any) -> tuple[Region, ...]:
+    """Return the memfds that a host pool was allocated in; nothing where its memory is not shared."""
     allocator = getattr(pool, "allocator", None)
+    ours = getattr(allocator, "regions", None)
+    if ours is not None:
+        return tuple(Region(*region) for region in ours)
     fds, maps = tuple(getattr(allocator, "fds", ()) or ()), tuple(getattr(allocator, "mms", ()) or ())
     if len(fds) != len(maps) or not all(isinstance(m, mmap.mmap) for m in maps):
-        return (), ()
-    return fds, maps
+        return ()
+    return tuple(Region(fd, _address(m), len(m)) for fd, m in zip(fds, maps, strict=True))
 
 
 def shared_pool(pages: HostPages) -> SharedPool | None:
     """Return a pool whose pages lie in memfds; None where they do not, or move about in them."""
-    fds, maps = memfds_of(pages.pool)
-    span = pages.span()
-    if not fds or span is None:
+    regions, span = regions_of(pages.pool), pages.span()
+    if not regions or span is None:
         return None
     low, high = span
-    begins = np.array([_address(m) for m in maps], dtype=np.int64)
-    sizes = np.array([len(m) for m in maps], dtype=np.int64)
+    begins = np.array([region.address for region in regions], dtype=np.int64)
+    sizes = np.array([region.size for region in regions], dtype=np.int64)
     inside = (begins[:, None] <= low) & (begins[:, None] + sizes[:, None] >= high)
     if not inside.any(axis=0).all():
         return None
     memfds = np.argmax(inside, axis=0).astype(np.int64)
-    return SharedPool(pages.pool, fds, tuple(sizes.tolist()), memfds, begins[memfds])
+    return SharedPool(pages.pool, tuple(region.fd for region in regions), tuple(sizes.tolist()), memfds, begins[memfds])
 
 
 def _address(mapping: mmap.mmap) -> int:
