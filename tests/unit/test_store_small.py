@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -240,3 +241,35 @@ def test_slots_are_punched_in_the_order_in_which_they_were_freed(monkeypatch: py
     report = pageio.punch_slots([(segment, 7), (segment, 3), (segment, 4), (segment, 2)])
     assert calls == [(70, 10), (30, 20), (20, 10)]
     assert report.gone == [(segment, 7), (segment, 3), (segment, 4), (segment, 2)]
+
+
+def allocated_bytes(path: Path) -> int:
+    return path.stat().st_blocks * 512
+
+
+def test_blocks_are_allocated_ahead_before_they_are_needed_and_never_after_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "000001.seg"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    s = Segment(1, path, fd, SegmentHeader(NAMESPACE, "kv", SLOT, 16))
+    os.ftruncate(fd, s.header.file_bytes)
+    s.ahead_bytes = 4 * SLOT
+    assert s.runs_low
+    s.prepare_ahead()
+    ahead = allocated_bytes(path)
+    assert 4 * SLOT <= ahead < 6 * SLOT
+    s.prepare_ahead()
+    assert allocated_bytes(path) == ahead
+    s.take()
+    s.take()
+    assert not s.runs_low
+    s.take()
+    assert s.runs_low
+    for _ in range(13):
+        s.prepare_ahead()
+        if s.has_room:
+            s.take()
+    s.prepare_ahead()
+    assert not s.runs_low
+    assert allocated_bytes(path) <= s.header.file_bytes
+    s.close()
+    s.prepare_ahead()  # late, and so without a file

@@ -251,6 +251,7 @@ class FileStore:
             for group in groups.values():
                 self._index.release(group)
         self._count_writes(writes, results)
+        self._table.prepare_ahead({job.segment for job in jobs}, self._space.free)
         self._reclaimer.nudge()
         return results
 
@@ -276,7 +277,8 @@ class FileStore:
             segment = self._table.find(size_class)
             if segment is None:
                 try:
-                    await self._table.grow(size_class)
+                    made = await self._table.grow(size_class)
+                    self._table.prepare_ahead((made,), self._space.free)
                 except OSError as error:
                     outcome = WriteOutcome.FULL if is_no_room(error) else WriteOutcome.FAILED
                     return PageWriteResult(outcome, f"creating a segment file: {error.strerror}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor
 
 from hoststage.server.store.file.directory import StoreDirectory
@@ -18,6 +18,9 @@ from hoststage.server.store.file.segment import (
 )
 from hoststage.server.store.options import StoreOptions
 
+_AMPLE = 16
+"""How many times the room that is allocated ahead must be free for it to be done before it is needed."""
+
 
 class SegmentTable:
     """Used on the event loop; files are created and removed in ``executor``."""
@@ -27,7 +30,7 @@ class SegmentTable:
         # Punching holds up all other I/O in the same file, so that a small store needs several files, too.
         self._segment_bytes = min(options.segment_bytes, max(LEAST_SEGMENT_BYTES, options.limit_bytes // 16))
         # What is allocated ahead counts towards no limit, so it must be small beside it.
-        self._ahead_bytes = min(MOST_AHEAD_BYTES, options.limit_bytes // 64)
+        self._ahead_bytes = min(MOST_AHEAD_BYTES, options.limit_bytes // 32)
         self._executor = executor
         self._number = last_number
         self._all: dict[int, Segment] = {}
@@ -79,6 +82,14 @@ class SegmentTable:
             )
             self.add(segment)
             return segment
+
+    def prepare_ahead(self, segments: Iterable[Segment], free: int) -> None:
+        """Have blocks allocated ahead in these segments, where they run low. free: room of the medium; where it is short, it is for pages."""
+        if self._ahead_bytes * _AMPLE > free:
+            return
+        for segment in segments:
+            if segment.runs_low:
+                self._executor.submit(segment.prepare_ahead)
 
     def idle_namespaces(self) -> set[str]:
         """Return the namespaces that have a file which holds nothing."""
