@@ -8,6 +8,7 @@ import os
 import queue
 import socket
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -100,27 +101,35 @@ class Ping:
 
 
 class DirectIO:
-    """Direct reads and writes of whole pages at a fixed depth, into fresh files on the file system of `folder`."""
+    """Direct reads and writes of whole pages at a fixed depth, into fresh files on the file system of `folder`.
 
-    def __init__(self, folder: Path, page_bytes: int, pages: int, depth: int) -> None:
+    files: the last so many are kept, and read in turn: one that is read over and over comes from the cache of whatever carries the disk.
+    """
+
+    def __init__(self, folder: Path, page_bytes: int, pages: int, depth: int, files: int = 1) -> None:
         self._folder = folder
         self._page_bytes = page_bytes
         self._memory = aligned((pages, page_bytes))
         self._depth = depth
         self._count = 0
+        self._most = files
+        self._files: deque[Path] = deque()
         self.cpu_seconds = 0.0
-        self.file = folder / "direct.bin"
 
     def write(self) -> float:
         """Write all pages into a new file whose room is reserved beforehand; return seconds."""
-        self.file.unlink(missing_ok=True)
-        handle = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+        while len(self._files) >= self._most:
+            self._files.popleft().unlink()
+        self._count += 1
+        self._files.append(self._folder / f"direct{self._count}.bin")
+        handle = os.open(self._files[-1], os.O_RDWR | os.O_CREAT | os.O_DIRECT)
         os.posix_fallocate(handle, 0, self._memory.nbytes)
         return self._run(handle, lambda at, row: os.pwrite(handle, row, at))
 
     def read(self) -> float:
-        """Read all pages of the last file; return seconds."""
-        handle = os.open(self.file, os.O_RDONLY | os.O_DIRECT)
+        """Read all pages of the file whose turn it is; return seconds."""
+        handle = os.open(self._files[0], os.O_RDONLY | os.O_DIRECT)
+        self._files.rotate(-1)
         return self._run(handle, lambda at, row: os.preadv(handle, [row], at))
 
     def _run(self, handle: int, call: Any) -> float:

@@ -149,6 +149,20 @@ class Client:
         self.settle(ticket)
         return accepted, time.perf_counter() - started
 
+    def drain(self) -> float:
+        """Write one batch in place and commit it; return seconds from the commit until stored. Raises `BenchError` where no slots are granted."""
+        keys = self._stamped()
+        with self.session.reserve(keys, dict.fromkeys(self.names, len(keys)), wait=CALL_SECONDS) as batch:
+            if not batch:
+                raise BenchError(f"no slots for {len(keys)} pages: {batch.outcome.name}: {batch.detail}")
+            for name, views in batch.views.items():
+                for row, view in zip(self.source[name], views, strict=True):
+                    if view is not None:
+                        np.copyto(np.frombuffer(view, dtype=np.uint8), row)
+            started = time.perf_counter()
+            self.settle(batch.commit(CALL_SECONDS))
+        return time.perf_counter() - started
+
     def settle(self, ticket: StoreTicket) -> None:
         """Wait for a ticket. Raises `BenchError` where its pages were not stored."""
         result = ticket.wait(CALL_SECONDS)
