@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import deque
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hoststage.cli.bench.peers.foreign import open_sglang
 from hoststage.cli.bench.process import CpuTime
 from hoststage.cli.bench.rig import MIB, Rig, ceiling, in_turns, product, ratio
 from hoststage.cli.bench.rows import Costs, Kind, at_least, at_most, measured
+from hoststage.server.store.file.layout import BLOCK, slot_bytes_for, unpack_segment, unpack_trailer
 
 DEPTH = 8
 """Requests in flight: the daemon's default number of threads for writes, and for reads."""
@@ -21,7 +23,7 @@ def file_store(rig: Rig) -> None:
     """Drain and fill of 1 MiB pages against direct I/O at equal depth and SGLang's file backend; the daemon's CPU a GB.
 
     Neither has a copy of the client's in it, as direct I/O has none: a drain is timed from the commit of pages that were written in
-    place until they are stored, a fill until there are views. A store from the caller's memory, its copy included, stands beside them.
+    place until they are stored, a fill until there are views, beside direct reads of the daemon's own files. A store from the caller's memory, its copy included, stands beside them.
     """
     case, rounds = "file_store", rig.settings.pick(3, 9)
     shape = rig.shape(batch=64, store="file")
@@ -47,9 +49,21 @@ def file_store(rig: Rig) -> None:
             spent["fill"] += CpuTime.of(node.pid).since(before)
             return seconds
 
+        stretches: deque[tuple[Path, list[int]]] = deque()
+
+        def bare_read() -> float:
+            if not stretches and node.folder is not None:
+                found = _stretches(node.folder, shape.page_bytes, shape.batch, len(client.runs))
+                # Half a turn away from what the daemon reads: neither finds the other's pages in the cache of whatever carries the disk.
+                stretches.extend(found[len(found) // 2 :] + found[: len(found) // 2])
+            if not stretches:
+                return io.read()
+            stretches.rotate(-1)
+            return io.read_at(*stretches[-1])
+
         def bare(operation: str) -> float:
             before = io.cpu_seconds
-            seconds = io.write() if operation == "drain" else io.read()
+            seconds = io.write() if operation == "drain" else bare_read()
             spent[f"direct {operation}"] += io.cpu_seconds - before
             return seconds
 
@@ -96,6 +110,22 @@ def file_store(rig: Rig) -> None:
     note = f"the client's copy included; {share:.2f} of direct I/O in the same rounds"
     rig.add(product(case, "store to stored", shape, whole["hoststage"], note=note))
     _beside_sglang(rig, case, rounds)
+
+
+def _stretches(folder: Path, page_bytes: int, batch: int, most: int) -> list[tuple[Path, list[int]]]:
+    """Return where batches of stored pages lie in the files of a daemon of our own: a disk is not everywhere equally fast."""
+    out = []
+    for file in sorted(folder.rglob("*.seg")):
+        with file.open("rb") as opened:
+            header = unpack_segment(opened.read(BLOCK))
+            if header is None or header.slot_bytes != slot_bytes_for(page_bytes):
+                continue
+            for first in range(0, header.slots - batch + 1, batch):
+                places = [BLOCK + (first + i) * header.slot_bytes for i in range(batch)]
+                opened.seek(places[-1] + header.slot_bytes - BLOCK)
+                if unpack_trailer(opened.read(BLOCK)) is not None:
+                    out.append((file, places))
+    return out[:most]
 
 
 def _beside_sglang(rig: Rig, case: str, rounds: int) -> None:
