@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import time
 
 from hoststage.cli.bench.ceilings import Memcpy, Ping, PlainStream
 from hoststage.cli.bench.process import helper_server
-from hoststage.cli.bench.product import Client
+from hoststage.cli.bench.product import Stores
 from hoststage.cli.bench.rig import MIB, Call, Meter, Rig, ceiling, cycle, in_turns, product, ratio
 from hoststage.cli.bench.rows import Kind, at_least, at_most, measured
-
-
-class Stores:
-    """Stores one batch after the other, each to the end; a call returns seconds until the daemon had accepted it."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self.handed_over: list[float] = []
-        self.stored: list[float] = []
-
-    def __call__(self) -> float:
-        started = time.perf_counter()
-        handed_over, accepted, ticket = self._client.store_accepted()
-        self._client.settle(ticket)
-        self.handed_over.append(handed_over)
-        self.stored.append(time.perf_counter() - started)
-        return accepted
 
 
 def store_batch(rig: Rig) -> None:

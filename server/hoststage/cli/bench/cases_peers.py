@@ -8,6 +8,7 @@ from functools import partial
 from hoststage.cli.bench.peers import Peer, PeerAbsent
 from hoststage.cli.bench.peers.foreign import open_lmcache, open_mooncake, open_sglang
 from hoststage.cli.bench.peers.redis import RedisPeer
+from hoststage.cli.bench.product import Stores
 from hoststage.cli.bench.rig import MIB, Call, Rig, cycle, in_turns, product, ratio
 from hoststage.cli.bench.rows import Kind, Shape, at_least, measured
 
@@ -46,17 +47,11 @@ def _beside(rig: Rig, case: str, shape: Shape, bound: float, found: list[Peer]) 
     calls = rig.settings.pick(4, 10) if shape.batch == 1 else 1
     size = (shape.batch, shape.page_bytes)
     storing = shape.but(mode="buffer_only", store="memory:")
-    whole: list[float] = []
     with (
         rig.daemon(storing.store, budget=2 << 30, store_limit=512 * MIB) as node,
-        rig.client(node, storing, write=2 * shape.batch, credits=4) as client,
+        rig.client(node, storing, write=4 * shape.batch, credits=2 * shape.batch) as client,
     ):
-
-        def store() -> float:
-            accepted, to_the_end = client.store_through()
-            whole.append(to_the_end)
-            return accepted
-
+        store = Stores(client)
         stores = in_turns({"store": store, **{p.name: partial(p.store, *size) for p in found}}, rounds, calls)
     with (
         rig.daemon(shape.store, budget=2 << 30) as node,
@@ -67,8 +62,9 @@ def _beside(rig: Rig, case: str, shape: Shape, bound: float, found: list[Peer]) 
         ours: dict[str, Call] = {"load": lambda: client.load(runs()), "views": lambda: client.views(runs())}
         loads = in_turns(ours | {p.name: partial(p.load, *size) for p in found}, rounds, calls)
     rig.add(
+        product(case, "store handed over", storing, store.handed_over[-rounds * calls :]),
         product(case, "store to accepted", storing, stores["store"]),
-        product(case, "store to stored", storing, whole[-rounds * calls :]),
+        product(case, "store to stored", storing, store.stored[-rounds * calls :]),
         product(case, "load into memory", shape, loads["load"]),
         product(case, "load as views", shape, loads["views"]),
     )

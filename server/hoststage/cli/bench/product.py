@@ -273,3 +273,20 @@ class Client:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.session.close()
+
+
+class Stores:
+    """Stores one batch after the other, each to the end; a call returns seconds until the daemon had accepted it."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.handed_over: list[float] = []
+        self.stored: list[float] = []
+
+    def __call__(self) -> float:
+        started = time.perf_counter()
+        handed_over, accepted, ticket = self._client.store_accepted()
+        self._client.settle(ticket)
+        self.handed_over.append(handed_over)
+        self.stored.append(time.perf_counter() - started)
+        return accepted
