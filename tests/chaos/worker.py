@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from tests.chaos.imported import ImportedWorker
 from tests.life_support import KV, WINDOW_PAGES, WrongBytes, check_loaded, keys_of, page, pages, stack, writer_of
 
 from hoststage.client import (
@@ -151,18 +152,22 @@ def main() -> None:
         path.with_suffix(".new").write_text(json.dumps(counts))
         path.with_suffix(".new").replace(path)
 
-    paths = (PayloadPath.SHM,) if int(seed) % 5 else (PayloadPath.INLINE,)
+    paths = ({0: PayloadPath.INLINE, 1: PayloadPath.IMPORTED}.get(int(seed) % 5, PayloadPath.SHM),)
     wish = RetractionWish(Retraction.HOST_POOL if paths[0] is PayloadPath.SHM else Retraction.NONE)
     spec = stack(
         model, Mode(mode), pools=POOLS, slots=96, paths=paths, retraction=wish, largest_request_tokens=16 * LONGEST
     )
     session: Session | None = None
+    worker: Worker | ImportedWorker
     told = 0.0
     while not stop:
         try:
             if session is None:
                 session = connect(address, stack=spec, worker=name, timeout=5, credits=int(seed) % 3 * 4)
-                worker = Worker(session, name, rng, counts)
+                if paths[0] is PayloadPath.IMPORTED:
+                    worker = ImportedWorker(session, name, rng, counts, RUNS, LONGEST)
+                else:
+                    worker = Worker(session, name, rng, counts)
             if paths[0] is PayloadPath.INLINE:
                 rng.choice((worker.store, worker.load, worker.load))()
                 counts["operations"] += 1
