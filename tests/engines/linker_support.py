@@ -309,6 +309,53 @@ class LinkedEngine:
         """Put tokens into the tree whose pages something else writes."""
         self.tree.insert(InsertParams(key=RadixKey(tokens), value=self._alloc(len(tokens))))
 
+    def serve(self, tokens: array, rid: str) -> str:
+        """Serve a request as the scheduler does, with pages whose bytes follow from their tokens, and check all that were not computed here.
+
+        Returns "loaded", "failed" or "missed". For `mha`.
+        """
+        req = self.request(tokens, rid)
+        locked = self.tree.inc_lock_ref(req.last_node).to_dec_params()
+        try:
+            return self._serve(req, tokens)
+        finally:
+            self.tree.dec_lock_ref(req.last_node, locked)
+
+    def _serve(self, req: Req, tokens: array) -> str:
+        matched, outcome = req.prefix_len, "missed"
+        have = self.tree.path_device_indices(req.last_node)[:matched]
+        assert len(have) == matched
+        if req.host_hit_length and (at := self.admit(req)) is not None:
+            if self.forward([req]):
+                self.drop(req.rid)
+                return "failed"
+            self.loaded.pop(req.rid)
+            have, outcome = torch.cat([have, at]), "loaded"
+        self._check(tokens[: len(have)], have)
+        if rest := len(tokens) - len(have):
+            fresh = self.allocator.alloc(rest)
+            if fresh is None:
+                self.allocator.free(have[matched:])
+                self.evict()
+                return "full"
+            self._compute(tokens[len(have) :], fresh)
+            have = torch.cat([have, fresh])
+        # What the tree has beyond that by now, it frees of these.
+        self.tree.insert(InsertParams(key=RadixKey(tokens), value=have, prev_prefix_len=matched))
+        return outcome
+
+    def _bytes_of(self, tokens: Sequence[int], layer: int) -> Any:
+        ids = torch.tensor(list(tokens), dtype=torch.int64)
+        return ((ids * 31 + layer * 7) % 251).to(torch.bfloat16)[:, None, None].expand(-1, 2, 64)
+
+    def _compute(self, tokens: Sequence[int], at: Any) -> None:
+        for layer, buffer in enumerate(self._buffers()["kv"]):
+            buffer[at] = self._bytes_of(tokens, layer)
+
+    def _check(self, tokens: Sequence[int], at: Any) -> None:
+        for layer, buffer in enumerate(self._buffers()["kv"]):
+            assert torch.equal(buffer[at], self._bytes_of(tokens, layer))
+
     def store(self, tokens: array, seed: int) -> list[Any]:
         """Insert tokens and wait until the tree has seen the acknowledgement."""
         rows = self.insert(tokens, seed)

@@ -6,12 +6,14 @@ Run it with `"$(tools/engine_env.sh sglang)" -m pytest -m engines tests/engines`
 from __future__ import annotations
 
 import json
+import random
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -447,6 +449,45 @@ def test_a_flush_forgets_the_tree_and_not_the_store(node: Daemon, engines: Calla
     engine.allocator.clear()
     engine.fill(23)
     assert ls.same(wanted, engine.load(tokens)[0])
+
+
+# -------------------------------------------------------------- everything at once
+
+
+@pytest.mark.parametrize("mode", ["buffer_only", "cache"])
+def test_no_wrong_byte_is_ever_loaded_whatever_goes_on(
+    engines: Callable[..., ls.LinkedEngine], mode: str, record_property: Callable[[str, object], None]
+) -> None:
+    """Two engines serve requests over shared prefixes, with little room everywhere; the daemon is killed and started meanwhile."""
+    rng = random.Random(20_260)
+    seen: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory(prefix="hs") as folder:
+        daemon = Daemon(Path(folder), budget="64MiB", flags=["store.limit=2MiB"]).start()
+        two = [engines(daemon.address, "mha", modes=[mode], slots={"kv": 40}, load_timeout=3.0) for _ in range(2)]
+        for step in range(160):
+            engine = rng.choice(two)
+            first = 10_000 * rng.randrange(8)
+            seen[engine.serve(_tokens(first, rng.randint(1, 9)), f"s{step}")] += 1
+            engine.tree.check_hicache_events()
+            if rng.random() < 0.25:
+                engine.evict()
+            if step in (60, 110):
+                for each in two:
+                    each.settle()
+                daemon.kill()
+                seen["killed"] += 1
+            if step in (68, 118):
+                daemon.start()
+                eventually(lambda: all(e.linker.channel.session.connected for e in two))
+        for each in two:
+            each.settle()
+            each.evict()
+            assert each.tree.full_evictable_size() == 0
+            assert each.allocator.available_size() == ls.SLOTS, "no slot is lost"
+        daemon.kill()
+    record_property("seen", dict(seen))
+    assert seen["loaded"] > 20
+    assert seen["missed"] > 20
 
 
 # -------------------------------------------------------------- ranks, each a process

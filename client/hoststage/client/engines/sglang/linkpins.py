@@ -39,9 +39,16 @@ class Pins:
 
     def __init__(self, channel: LinkChannel, pin_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._channel = channel
-        self._seconds = pin_seconds
+        self._wanted = pin_seconds
         self._clock = clock
         self._held: dict[str, _Held] = {}
+
+    @property
+    def _seconds(self) -> float:
+        """How long a pin lives: what was asked for, or the most that the daemon gives."""
+        session = self._channel.session
+        most = session.limits.max_pin_ms / 1000 if session is not None else 0.0
+        return min(self._wanted, most) if most else self._wanted
 
     def __len__(self) -> int:
         return len(self._held)
