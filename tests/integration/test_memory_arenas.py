@@ -179,6 +179,23 @@ def test_a_read_arena_that_nobody_maps_any_more_is_kept_for_its_tenant():
     assert pool.acquire("a", 2 * MIB, ArenaKind.READ) is arena
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_an_arena_leased_whole_is_one_memfd_and_is_kept_or_closed_once_its_client_has_ended(keep):
+    pool = ArenaPool(POLICY, keep_bytes=0, keep_whole=keep)
+    arena = pool.acquire("a", 8 * MIB, ArenaKind.WHOLE)
+    assert len(arena.chunks) == 1
+    client = Client(arena)
+    client.wait_for("held")
+    client.wait_for("mapped")
+    pool.release(arena)
+    assert (pool.idle_bytes, pool.lingering_bytes()) == (0, 8 * MIB)
+    client.end()
+    assert pool.lingering_bytes() == 0
+    assert pool.idle_bytes == (8 * MIB if keep else 0)
+    assert (pool.take_idle("a", 8 * MIB, ArenaKind.WHOLE) is arena) is keep
+    assert pool.take_idle("b", 8 * MIB, ArenaKind.WHOLE) is None
+
+
 PROBER = """
 import fcntl, os, types
 from hoststage.server.memory import arena as module
