@@ -195,3 +195,27 @@ def fill(path: Path) -> None:
                     return
             except OSError:
                 return
+
+
+async def test_at_the_limit_new_pages_find_blocks_and_evicted_ones_stay_away(tmp_path: Path) -> None:
+    limit = 320 * SLOT
+    async with opened(tmp_path, limit_bytes=limit) as store:
+        kept = 0
+        for n in range(0, 960, 8):
+            await put(store, *(page("kv", key(i), content(i, SIZE), commit(i)) for i in range(n, n + 8)))
+            kept = max(kept, store._table.kept_bytes)
+            assert store._table.kept_bytes <= limit // 16
+        stats = await settled(store)
+        assert stats.evicted_pages >= 640
+        assert kept > 0
+        assert blocks(tmp_path) <= limit + limit // 16 + limit // 32
+        gone = [key(n) for n in range(600)]
+        assert set(await outcomes(store, "kv", gone, SIZE)) == {ReadOutcome.MISS}
+        for n in (959, 800, 700):
+            assert (await get(store, "kv", key(n), SIZE))[1] == content(n, SIZE)
+    (tmp_path / "v1" / "INDEX").unlink()
+    async with opened(tmp_path, limit_bytes=limit) as store:  # by trailers alone, as after a crash
+        assert set(await outcomes(store, "kv", gone, SIZE)) == {ReadOutcome.MISS}
+        assert (await get(store, "kv", key(959), SIZE))[1] == content(959, SIZE)
+        assert await store.delete(NAMESPACE, "kv", [key(n) for n in range(960)]) >= 280
+    assert blocks(tmp_path) < limit // 8

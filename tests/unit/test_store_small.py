@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,8 @@ from hoststage.server.store import (
 from hoststage.server.store.base import NO_COMMIT
 from hoststage.server.store.file.fanout import fan_out, uninterrupted
 from hoststage.server.store.file.index import Entry, Index
-from hoststage.server.store.file.layout import SegmentHeader
+from hoststage.server.store.file.layout import BLOCK, SegmentHeader
+from hoststage.server.store.file.pageio import PunchReport, punch_slots
 from hoststage.server.store.file.segment import Segment, slots_per_segment
 from hoststage.server.store.file.space import Space
 from hoststage.server.store.memory import MemoryStore
@@ -273,3 +276,62 @@ def test_blocks_are_allocated_ahead_before_they_are_needed_and_never_after_the_e
     assert allocated_bytes(path) <= s.header.file_bytes
     s.close()
     s.prepare_ahead()  # late, and so without a file
+
+
+class Erasing:
+    """Calls of the file system, in order, by slots."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, zeroes: bool = True) -> None:
+        from hoststage.server.store.file import pageio
+
+        self.calls: list[tuple[str, int, int]] = []
+        self.segment = segment()
+        monkeypatch.setattr(pageio, "punch", self._call("punch", 0))
+        monkeypatch.setattr(pageio, "zero", self._call("zero", 0 if zeroes else errno.EOPNOTSUPP))
+
+    def _call(self, name: str, code: int) -> Callable[[int, int, int], int]:
+        def call(fd: int, offset: int, length: int) -> int:
+            self.calls.append((name, (offset - BLOCK) // SLOT, length // SLOT))
+            return code
+
+        return call
+
+    def erase(self, slots: list[int], keep: int) -> PunchReport:
+        return punch_slots([(self.segment, slot) for slot in slots], keep)
+
+
+def test_the_first_slots_keep_their_blocks_and_the_order_stays_that_of_freeing(monkeypatch: pytest.MonkeyPatch) -> None:
+    erasing = Erasing(monkeypatch)
+    report = erasing.erase([7, 3, 4, 5, 2], keep=3)
+    assert erasing.calls == [("zero", 7, 1), ("zero", 3, 2), ("punch", 5, 1), ("punch", 2, 1)]
+    assert [slot for _, slot in report.gone] == [7, 3, 4, 5, 2]
+    assert {slot for _, slot in report.kept} == {7, 3, 4}
+
+
+def test_where_ranges_cannot_be_zeroed_all_slots_are_punched(monkeypatch: pytest.MonkeyPatch) -> None:
+    erasing = Erasing(monkeypatch, zeroes=False)
+    report = erasing.erase([7, 3, 4], keep=3)
+    assert erasing.calls == [("zero", 7, 1), ("punch", 7, 1), ("punch", 3, 2)]
+    assert [slot for _, slot in report.gone] == [7, 3, 4]
+    assert not report.kept
+    assert report.punchable
+
+
+def test_blocks_are_kept_only_where_the_medium_has_plenty() -> None:
+    options = StoreOptions(limit_bytes=1600, min_free_bytes=100)
+    space = Space(options, used=1500)
+    space.look(free=500)
+    assert space.may_keep == 100
+    space.look(free=399)
+    assert space.may_keep == 0
+
+
+def test_a_slot_that_is_handed_out_has_kept_nothing_any_more() -> None:
+    s = segment(3)
+    for _ in range(3):
+        s.take()
+    s.give_back(1, kept=True)
+    s.give_back(2)
+    assert s.kept == {1}
+    assert s.take() == 1
+    assert not s.kept

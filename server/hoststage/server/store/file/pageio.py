@@ -21,7 +21,7 @@ from hoststage.server.store.base import (
 from hoststage.server.store.file.index import Entry
 from hoststage.server.store.file.layout import BLOCK, Trailer, round_up, unpack_trailer
 from hoststage.server.store.file.segment import Segment
-from hoststage.server.store.file.syscalls import ThreadBuffers, copy, is_aligned, punch, view_at
+from hoststage.server.store.file.syscalls import ThreadBuffers, copy, is_aligned, punch, view_at, zero
 
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _LOST: Final = frozenset({errno.EIO, errno.ENODATA, errno.EBADMSG})
@@ -154,22 +154,31 @@ def _deliver(read: PageRead, page: memoryview) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PunchReport:
-    """How punching went: the slots whose old pages are gone for good, and those for which that failed."""
+    """How erasing went: the slots whose old pages are gone for good, those of them that have kept their blocks, and those for which it failed."""
 
     gone: list[tuple[Segment, int]]
     stuck: list[tuple[Segment, int]]
     punchable: bool
+    kept: frozenset[tuple[Segment, int]] = frozenset()
 
 
-def punch_slots(slots: Iterable[tuple[Segment, int]]) -> PunchReport:
+def punch_slots(slots: Iterable[tuple[Segment, int]], keep: int = 0) -> PunchReport:
     """Give the blocks of slots back to the file system, in the order given; slots that follow each other in one call.
 
-    Where the file system cannot punch holes, the trailer alone is overwritten: the old page is gone, the room
-    is not.
+    keep: the first so many keep their blocks and read as zeros, where the file system can do that. To fill a hole a writer takes
+    the file's lock, so that pages written to punched slots go out one after the other (measured: at 0.4 to 0.5 of
+    what direct I/O does side by side, against 0.8). Where the file system cannot punch holes, the trailer
+    alone is overwritten: the old page is gone, the room is not.
     """
-    report = PunchReport([], [], True)
+    ordered = list(slots)
+    kept: set[tuple[Segment, int]] = set()
+    for segment, first, count in _runs(ordered[:keep]):
+        if zero(segment.fd, segment.offset(first), count * segment.header.slot_bytes) != 0:
+            break
+        kept.update((segment, slot) for slot in range(first, first + count))
+    report = PunchReport(ordered[: len(kept)], [], True)
     punchable = True
-    for segment, first, count in _runs(slots):
+    for segment, first, count in _runs(ordered[len(kept) :]):
         run = [(segment, slot) for slot in range(first, first + count)]
         code = punch(segment.fd, segment.offset(first), count * segment.header.slot_bytes)
         if code == 0:
@@ -178,7 +187,7 @@ def punch_slots(slots: Iterable[tuple[Segment, int]]) -> PunchReport:
         punchable = punchable and code not in (errno.EOPNOTSUPP, errno.ENOSYS)
         for item in run:
             (report.gone if erase_trailer(*item) else report.stuck).append(item)
-    return PunchReport(report.gone, report.stuck, punchable)
+    return PunchReport(report.gone, report.stuck, punchable, frozenset(kept))
 
 
 def erase_trailer(segment: Segment, slot: int) -> bool:

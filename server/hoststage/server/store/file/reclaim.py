@@ -49,7 +49,7 @@ class Reclaimer:
         self._table = table
         self._counters = counters
         self._executor = executor
-        self._pending: deque[tuple[Segment, int]] = deque()
+        self._pending: deque[tuple[Segment, int, bool]] = deque()
         self._aside: deque[tuple[Segment, int]] = deque()
         self._queued = 0
         self._punched = 0
@@ -69,12 +69,12 @@ class Reclaimer:
         """Bad slots that are kept from use now."""
         return len(self._aside)
 
-    def let_go(self, entry: Entry) -> None:
-        """Free the slot of an entry that has left the index, now or after its last reader."""
+    def let_go(self, entry: Entry, *, evicted: bool = False) -> None:
+        """Free the slot of an entry that has left the index, now or after its last reader. evicted: to make room for other pages."""
         if entry.readers:
             entry.doomed = True
         else:
-            self.free(entry.segment, entry.slot)
+            self.free(entry.segment, entry.slot, evicted=evicted)
 
     def end_read(self, entry: Entry) -> None:
         """End one read of an entry, and free its slot if it was only waiting for that."""
@@ -83,9 +83,9 @@ class Reclaimer:
             entry.doomed = False
             self.free(entry.segment, entry.slot)
 
-    def free(self, segment: Segment, slot: int) -> None:
-        """Queue a slot for punching."""
-        self._pending.append((segment, slot))
+    def free(self, segment: Segment, slot: int, *, evicted: bool = False) -> None:
+        """Queue a slot for punching. evicted: others are about to need one, and it may keep its blocks for them."""
+        self._pending.append((segment, slot, evicted))
         self._queued += 1
         self._space.pending += segment.header.slot_bytes
         self._wake.set()
@@ -185,15 +185,15 @@ class Reclaimer:
         self._counters.evicted_pages += len(evicted.entries)
         self._counters.evicted_bytes += evicted.bytes
         for entry in evicted.entries:
-            self.let_go(entry)
+            self.let_go(entry, evicted=True)
         return bool(evicted.entries)
 
     async def _punch_some(self) -> None:
-        batch = [self._pending.popleft() for _ in range(min(_PUNCH_BATCH, len(self._pending)))]
+        batch, keep = self._next_slots()
         self._punching = True
         try:
             loop = asyncio.get_running_loop()
-            report = await loop.run_in_executor(self._executor, punch_slots, batch)
+            report = await loop.run_in_executor(self._executor, punch_slots, batch, keep)
         except Exception:  # a bug; those who wait for room must not wait for ever
             log.exception("store_punch_failed", slots=len(batch))
             report = PunchReport([], batch, self.punchable)
@@ -203,11 +203,23 @@ class Reclaimer:
         self._take_note(report)
         self._tell_waiters()
 
+    def _next_slots(self) -> tuple[list[tuple[Segment, int]], int]:
+        """Take the slots that are to be erased next, in the order of freeing, and how many at their beginning may keep their blocks."""
+        room = self._space.may_keep - self._table.kept_bytes
+        batch: list[tuple[Segment, int]] = []
+        keep = 0
+        while self._pending and len(batch) < _PUNCH_BATCH:
+            segment, slot, evicted = self._pending.popleft()
+            room -= segment.header.slot_bytes
+            keep += evicted and room >= 0 and keep == len(batch)
+            batch.append((segment, slot))
+        return batch, keep
+
     def _take_note(self, report: PunchReport) -> None:
         for segment, slot in report.gone:
             self._space.used -= segment.header.slot_bytes
             self._space.pending -= segment.header.slot_bytes
-            self._table.give_back(segment, slot)
+            self._table.give_back(segment, slot, kept=(segment, slot) in report.kept)
         for segment, slot in report.stuck:
             self._space.pending -= segment.header.slot_bytes
             self.stuck += 1

@@ -35,6 +35,7 @@ class Segment:
         "fd",
         "fresh",
         "header",
+        "kept",
         "live",
         "number",
         "path",
@@ -50,6 +51,8 @@ class Segment:
         """Slots that hold a page, are being written, or are not yet punched."""
         self.fresh = 0
         """The first slot that was never handed out; all behind it are fresh too."""
+        self.kept: set[int] = set()
+        """Free slots that have kept their blocks."""
         self.retired = False
         self.ahead_bytes = 0
         """How far ahead of writing blocks are allocated; the table sets it when it takes a segment in."""
@@ -70,13 +73,17 @@ class Segment:
         """Hand out the lowest free slot, so that what is written together lies together."""
         self.live += 1
         if self._free:
-            return heapq.heappop(self._free)
+            slot = heapq.heappop(self._free)
+            self.kept.discard(slot)
+            return slot
         self.fresh += 1
         return self.fresh - 1
 
-    def give_back(self, slot: int) -> None:
-        """Take back a slot that has been punched."""
+    def give_back(self, slot: int, *, kept: bool = False) -> None:
+        """Take back a slot whose page has been erased. kept: its blocks are still there."""
         self.live -= 1
+        if kept:
+            self.kept.add(slot)
         heapq.heappush(self._free, slot)
 
     def restore(self, used: set[int]) -> None:

@@ -41,6 +41,17 @@ class Space:
         return self.used + size <= self.ceiling
 
     @property
+    def may_keep(self) -> int:
+        """How many bytes of evicted slots may keep their blocks for the pages that come next.
+
+        A sixteenth of the limit, which is more than lies between the watermarks by default; nothing where the medium is not
+        ample, so that kept blocks never make the store smaller.
+        """
+        limit = self.options.limit_bytes
+        ample = self.used + self.free - self.options.min_free_bytes >= limit + limit // 8
+        return limit // 16 if ample else 0
+
+    @property
     def above_high(self) -> bool:
         """Whether eviction ought to begin."""
         return self.used - self.pending > self.options.high_watermark * self.ceiling

@@ -12,6 +12,7 @@ from hoststage.server.store.base import ALIGNMENT
 
 _KEEP_SIZE: Final = 0x01
 _PUNCH_HOLE: Final = 0x02
+_ZERO_RANGE: Final = 0x10
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
@@ -26,6 +27,11 @@ def allocate(fd: int, offset: int, length: int) -> int:
 def punch(fd: int, offset: int, length: int) -> int:
     """Give the blocks of a range back so that it reads as zeros, and return 0 or the ``errno``."""
     return _fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, length)
+
+
+def zero(fd: int, offset: int, length: int) -> int:
+    """Make a range read as zeros and keep its blocks, without writing to them, and return 0 or the ``errno``."""
+    return _fallocate(fd, _ZERO_RANGE | _KEEP_SIZE, offset, length)
 
 
 def _fallocate(fd: int, mode: int, offset: int, length: int) -> int:

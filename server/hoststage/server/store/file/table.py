@@ -58,9 +58,9 @@ class SegmentTable:
             del self._roomy[_class_of(segment)][segment]
         return slot
 
-    def give_back(self, segment: Segment, slot: int) -> None:
-        """Take back a punched slot."""
-        segment.give_back(slot)
+    def give_back(self, segment: Segment, slot: int, *, kept: bool = False) -> None:
+        """Take back a slot whose page has been erased. kept: its blocks are still there."""
+        segment.give_back(slot, kept=kept)
         self._roomy.setdefault(_class_of(segment), {})[segment] = None
 
     async def grow(self, size_class: SizeClass) -> Segment:
@@ -82,6 +82,11 @@ class SegmentTable:
             )
             self.add(segment)
             return segment
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of free slots that have kept their blocks."""
+        return sum(len(s.kept) * s.header.slot_bytes for s in self._all.values())
 
     def prepare_ahead(self, segments: Iterable[Segment], free: int) -> None:
         """Have blocks allocated ahead in these segments, where they run low. free: room of the medium; where it is short, it is for pages."""
