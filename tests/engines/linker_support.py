@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,15 +26,14 @@ from sglang.srt.mem_cache.memory_pool import (
     ReqToTokenPool,
 )
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-from sglang.srt.mem_cache.unified_cache.components import ComponentType, LinkerTransferPhase
-from sglang.srt.mem_cache.unified_cache.linker_factory import create_unified_cache_linker, get_startup_linker_config
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.mem_cache.unified_cache.components import LinkerTransferPhase
 from sglang.srt.mem_cache.utils import get_storage_hash_str
-from sglang.srt.runtime_context import get_memory
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
+from hoststage.client.engines.sglang.linker import HostStageLinker
 from tests.integration.daemon import ROOT
 
 PAGE = 16
@@ -165,7 +165,7 @@ def pools(kind: str, device: str) -> tuple[Any, Any, Any]:
 
 
 class LinkedEngine:
-    """A rank: tree, device pools and linker, made as SGLang's registry makes them.
+    """A rank: device pools, and the tree with its linker as SGLang's registry makes them.
 
     tp: this rank and how many there are; `group` is then their process group.
     """
@@ -197,23 +197,23 @@ class LinkedEngine:
             tp_cache_group=group,
             sliding_window_size=WINDOW if "swa" in kind else None,
             enable_mamba_extra_buffer="mamba" in kind,
-            tree_components=(
-                ComponentType.FULL,
-                *([ComponentType.SWA] if "swa" in kind else []),
-                *([ComponentType.MAMBA] if "mamba" in kind else []),
-            ),
         )
-        self.tree = UnifiedRadixCache(params)
-        self.linker = create_unified_cache_linker(
-            args,
-            params,
-            backend=get_memory().unified_cache_external_linker_backend,
-            config=get_startup_linker_config(),
-            components=set(self.tree.components),
-            forward_stream=torch.cuda.Stream() if device == "cuda" else None,
+        stream = torch.cuda.Stream() if device == "cuda" else None
+        worker = SimpleNamespace(
+            model_runner=SimpleNamespace(forward_stream=stream),
+            register_hicache_layer_transfer_counter=lambda counter: None,
         )
-        self.tree.init_cache_linker(self.linker)
-        self.kv.register_layer_transfer_counter(self.tree.linker.layer_done_counter)
+        context = SimpleNamespace(
+            server_args=args,
+            params=params,
+            tp_worker=worker,
+            is_hybrid_swa="swa" in kind,
+            is_hybrid_ssm="mamba" in kind,
+            enable_hierarchical_cache=False,
+        )
+        self.tree = create_unified_radix_cache(context)
+        self.linker = self.tree.linker.cache_linker
+        assert isinstance(self.linker, HostStageLinker)
         self.loaded: dict[str, Any] = {}
 
     def close(self) -> None:
