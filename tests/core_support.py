@@ -33,7 +33,7 @@ from hoststage.core.loads import Fetch, Load
 from hoststage.core.prefix import PoolRule, Rules
 from hoststage.core.readpool import ReadPool
 from hoststage.core.sessions import NamespaceCore, SessionCore, SessionLimits, SessionState, SpanPart
-from hoststage.core.slots import NO_SLOT, SlotState
+from hoststage.core.slots import NO_SLOT, Slots, SlotState
 from hoststage.core.stack import HitPolicy, Mode
 from hoststage.core.tier import Tier
 from hoststage.core.writepool import WritePool
@@ -91,6 +91,18 @@ class Client:
     waiting: dict[int, list[SpanPart]] = field(default_factory=dict)
     pending_loads: dict[int, Load] = field(default_factory=dict)
     views: dict[int, list[PartSlots]] = field(default_factory=dict)
+    placed: dict[int, tuple[list[SpanPart], list[Slots]]] = field(default_factory=dict)
+
+
+class NotingTier(Tier):
+    """A tier whose last accepted commit can be looked at, also where it ended at once."""
+
+    __slots__ = ("accepted",)
+    accepted: Commit | None
+
+    def _accept(self, *given: object) -> Commit:
+        self.accepted = super()._accept(*given)  # type: ignore[arg-type]
+        return self.accepted
 
 
 @dataclass(slots=True)
@@ -112,7 +124,7 @@ class World:
         default_factory=lambda: DrainPolicy(max_pages=4, retry_first=0.5, retry_most=2.0, deadline=5.0)
     )
     now: float = 100.0
-    tier: Tier = field(init=False)
+    tier: NotingTier = field(init=False)
     space: NamespaceCore = field(init=False)
     clients: dict[int, Client] = field(default_factory=dict)
     store: dict[tuple[int, bytes], Stored] = field(default_factory=dict)
@@ -132,7 +144,7 @@ class World:
     serial: int = 0
 
     def __post_init__(self) -> None:
-        self.tier = Tier(EPOCH, self.limits, self.policy)
+        self.tier = NotingTier(EPOCH, self.limits, self.policy)
         pools = [
             ReadPool(self.read_slots, reserve=self.reserve, write_span=self.write_span, keep=False)
             for _ in self.rules.pools
@@ -213,17 +225,23 @@ class World:
         """Commit parts that were reserved and written."""
         session = client.core.session
         self.serial += 1
+        placed = client.placed.pop(id(parts), (parts, None))[1]
         bytes_now = {
             (p.pool, s): self.write_memory[session, p.pool][s] for p in parts for s in p.slots.tolist() if s != NO_SLOT
         }
-        result = self.tier.commit(client.core, parts, parent, self.serial, self.now)
+        result = self.tier.commit(client.core, parts, parent, self.serial, self.now, placed)
+        if placed is not None and result.outcome not in (Outcome.ACCEPTED, Outcome.BELIEVED_STORED):
+            self.tier.unplace(client.core, parts, placed)
         if result.outcome in (Outcome.ACCEPTED, Outcome.BELIEVED_STORED) and parts in client.reservations:
             client.reservations.remove(parts)
         if result.outcome is Outcome.ACCEPTED:
-            commit = client.core.commits[result.commit_id]
+            commit = self.tier.accepted
+            assert commit is not None
+            assert commit.commit_id == result.commit_id
             self.open_commits[commit.commit_id] = commit
+            slots = {(p.pool, k): s for p in parts for k, s in zip(p.keys, p.slots.tolist(), strict=True)}
             for page in commit.pages:
-                content = bytes_now[page.pool, page.slot]
+                content = bytes_now[page.pool, slots[page.pool, page.key]]
                 self.committed.setdefault((page.pool, page.key), set()).add(Stored(commit.commit_id, content))
             order = [self.rules.store_order.index(p.pool) for p in commit.pages]
             assert order == sorted(order), "pages are not in store order"
@@ -237,7 +255,28 @@ class World:
         """Give a reservation back."""
         client.reservations.remove(parts)
         self.tier.abort(client.core, parts)
+        self._unplace(client, [parts])
         self.settle()
+
+    def place_ahead(self, client: Client, parts: list[SpanPart]) -> bool:
+        """The daemon itself puts the pages of a reservation where they will be published, and spoils the write slots."""
+        placed = self.tier.place_ahead(client.core, parts)
+        if placed is None:
+            return False
+        client.placed[id(parts)] = (parts, placed)
+        for part, slots in zip(parts, placed, strict=True):
+            written = [s for s in part.slots.tolist() if s != NO_SLOT]
+            for source, slot in zip(written, slots.tolist(), strict=True):
+                assert self.space.pools[part.pool].table.state[slot] == SlotState.FILLING
+                self.read_memory[part.pool][slot] = self.write_memory[client.core.session, part.pool][source]
+        self.settle()
+        return True
+
+    def _unplace(self, client: Client, which: Sequence[list[SpanPart]]) -> None:
+        for parts in which:
+            found = client.placed.pop(id(parts), None)
+            if found is not None:
+                self.tier.unplace(client.core, *found)
 
     def load(
         self,
@@ -288,6 +327,7 @@ class World:
     def quarantine(self, client: Client) -> None:
         """The client's connection breaks; nothing is told to it any more."""
         self.tier.quarantine(client.core)
+        self._unplace(client, [parts for parts, _ in client.placed.values()])
         client.waiting.clear()
         for load_id in list(client.pending_loads):
             if load_id not in client.core.loads:
@@ -299,6 +339,7 @@ class World:
         """The client's process is gone."""
         del self.clients[client.core.session]
         self.tier.end(client.core)
+        self._unplace(client, [parts for parts, _ in client.placed.values()])
         self.settle()
 
     def tick(self, seconds: float) -> None:
@@ -519,6 +560,17 @@ class World:
         for place, pool in enumerate(self.space.pools):
             filling = set(np.flatnonzero((pool.table.state == SlotState.FILLING) & ~pool.published).tolist())
             assert filling == {slot for at, slot in fetches if at == place}
+            copied = set(np.flatnonzero((pool.table.state == SlotState.FILLING) & pool.published).tolist())
+            due = {page.read_slot for commit, _ in self.publishes for page in commit.pages if page.pool == place}
+            for client in self.clients.values():
+                for parts, placed in client.placed.values():
+                    due.update(
+                        s
+                        for part, slots in zip(parts, placed, strict=True)
+                        if part.pool == place
+                        for s in slots.tolist()
+                    )
+            assert copied == due, "slots are taken for publishing by nobody"
 
     def _check_leases(self) -> None:
         """The leases of slots are those of loads and pins, and what clients see has not changed under them."""

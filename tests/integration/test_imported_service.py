@@ -12,7 +12,7 @@ import pytest
 
 from hoststage.core import effects as fx
 from hoststage.core.sessions import SessionLimits
-from hoststage.core.stack import PayloadPath
+from hoststage.core.stack import Mode, PayloadPath
 from hoststage.server.contract import RequestError, SessionRequest
 from hoststage.server.staging import imported as staging_imported
 from hoststage.server.staging.imports import MOST_MEMFDS, MOST_WAITING, DescriptorBudget, Imports
@@ -32,8 +32,8 @@ def _memfd(pages: int) -> int:
     return fd
 
 
-async def _session(service, *, slots=64):
-    described = replace(stack(slots=slots), paths=(PayloadPath.IMPORTED,))
+async def _session(service, *, slots=64, mode=Mode.BUFFER_ONLY):
+    described = replace(stack(mode, slots=slots), paths=(PayloadPath.IMPORTED,))
     return await service.open(SessionRequest(described, credits=32), Inbox())
 
 
@@ -56,7 +56,7 @@ def _load(number: int, keys: bytes, *rows: int) -> ImportedLoad:
 
 
 def _free(service) -> bool:
-    return all(set(pool.by_state) <= {"free"} for pool in service.facts().pools)
+    return all(set(pool.by_state) <= {"free", "resident"} for pool in service.facts().pools)
 
 
 class Slowly:
@@ -73,9 +73,10 @@ class Slowly:
         self._move(pieces)
 
 
+@pytest.mark.parametrize("mode", [Mode.BUFFER_ONLY, Mode.CACHE])
 @pytest.mark.parametrize("direction", ["read_pieces", "write_pieces"])
-async def test_memory_of_both_sides_outlasts_a_move_though_its_session_ends(service, monkeypatch, direction):
-    session, fd = await _session(service), _memfd(3)
+async def test_memory_of_both_sides_outlasts_a_move_though_its_session_ends(service, monkeypatch, direction, mode):
+    session, fd = await _session(service, mode=mode), _memfd(3)
     number, keys = _import(session, fd), keys_of(3)
     assert (await session.imported.store(_store(number, keys, 0, 1, 2), 1)).outcome is ops.Outcome.ACCEPTED
     await service.engine.idle()
@@ -98,6 +99,7 @@ async def test_memory_of_both_sides_outlasts_a_move_though_its_session_ends(serv
     assert told.value.reason in ("SESSION_OVER", "LOAD_RELEASED")
     await service.engine.idle()
     assert service.facts().sessions == ()
+    assert _free(service)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(kept[0])
 
@@ -122,14 +124,33 @@ async def test_a_store_that_waits_for_slots_ends_with_its_session(service, how):
     assert service.facts().sessions == ()
 
 
-async def test_a_store_that_is_refused_after_its_copy_leaves_no_slot_taken(service):
+@pytest.mark.parametrize("mode", [Mode.BUFFER_ONLY, Mode.CACHE])
+async def test_a_store_that_is_refused_after_its_copy_leaves_no_slot_taken(service, mode):
     service.tier.limits = SessionLimits(max_open_commits=0)
-    session, fd = await _session(service), _memfd(5)
+    session, fd = await _session(service, mode=mode), _memfd(5)
     number = _import(session, fd)
     for i in range(20):
         reply = await session.imported.store(_store(number, keys_of(5, bytes([i])), 0, 1, 2, 3, 4), i + 1)
         assert reply.outcome is ops.Outcome.BACKLOG_FULL
     assert _free(service)
+
+
+async def test_a_store_whose_parent_is_looked_for_meanwhile_is_published_without_a_copy(service):
+    session, fd = await _session(service, mode=Mode.CACHE), _memfd(3)
+    number, keys = _import(session, fd), keys_of(4)
+    assert (await session.imported.store(_store(number, keys[:32], 0), 1)).outcome is ops.Outcome.ACCEPTED
+    await service.engine.idle()
+    # The store has the parent, the daemon does not know it any more.
+    for beliefs, pool in zip(session.core.namespace.beliefs, session.core.namespace.pools, strict=True):
+        beliefs.clear()
+        pool.drop(list(pool.index))
+    m = ImportedStore(span(keys[32:96], (0, 0, 2), parent=keys[:32]), (_places(number, 1, 2),))
+    copies = service.engine.daemon_copies
+    assert (await session.imported.store(m, 2)).outcome is ops.Outcome.ACCEPTED
+    assert service.engine.daemon_copies - copies == 2
+    await service.engine.idle()
+    assert _free(service)
+    assert (await session.imported.load(_load(number, keys[:96], 0, 1, 2))).outcome is ops.Outcome.READY
 
 
 async def test_no_slots_are_granted_ahead_to_whom_cannot_write_them(service):

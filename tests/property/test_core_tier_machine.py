@@ -159,6 +159,14 @@ class TierMachine(RuleBasedStateMachine):
             parent = chain[parts[0].first - 1] if with_parent and parts[0].first else b""
             self.world.commit(client, parts, parent)
 
+    @rule(pick=PICK, at=PICK)
+    def place_ahead(self, pick: int, at: int) -> None:
+        """As the daemon does with pages that it reads from a client's own memory, before it commits them."""
+        if (client := self.client(pick)) and client.reservations:
+            parts = client.reservations[at % len(client.reservations)]
+            if id(parts) not in client.placed:
+                self.world.place_ahead(client, parts)
+
     @rule(
         pick=PICK,
         at=PICK,

@@ -309,6 +309,74 @@ def test_a_copy_that_failed_is_stored_from_the_write_slots() -> None:
     world.finish()
 
 
+def test_pages_that_are_put_in_place_before_their_commit_are_published_by_it_without_a_copy() -> None:
+    for has_store, outcome in ((True, Outcome.STORED), (False, Outcome.RESIDENT)):
+        world = World(KV_INDEXER, has_store=has_store)
+        client = world.open()
+        parts = world.parts(KEYS, 0, 2)
+        world.reserve_pages(client, parts)
+        assert world.place_ahead(client, parts)
+        assert not world.space.pools[0].index
+        assert world.commit(client, parts) is Outcome.ACCEPTED
+        assert not world.publishes
+        assert world.space.pools[0].index.keys() == {KEYS[0], KEYS[1]}
+        assert all(w.table.free == w.table.size for w in client.core.write)
+        _, loaded = world.load(client, KEYS, 2)
+        assert loaded is not None
+        assert loaded.outcome is Outcome.READY
+        world.carry_all()
+        assert outcomes(world) == [outcome]
+        world.check()
+        world.finish()
+
+
+def test_places_of_pages_that_somebody_else_stored_meanwhile_are_free_again() -> None:
+    world = World(KV)
+    first, second = world.open(), world.open()
+    parts = world.parts(KEYS, 0, 3)
+    world.reserve_pages(first, parts)
+    assert world.place_ahead(first, parts)
+    put(world, second, 1, 1)
+    assert world.commit(first, parts) is Outcome.ACCEPTED
+    world.check()
+    again = world.parts(KEYS, 5, 1)
+    world.reserve_pages(first, again)
+    assert world.place_ahead(first, again)
+    put(world, second, 5, 1)
+    assert world.commit(first, again) is Outcome.BELIEVED_STORED
+    world.check()
+    world.carry_all()
+    world.finish()
+
+
+def test_places_of_a_commit_that_is_refused_are_given_back() -> None:
+    world = World(KV, limits=SessionLimits(max_open_commits=1))
+    client = world.open()
+    put(world, client, 0)
+    parts = world.parts(KEYS, 1, 1)
+    world.reserve_pages(client, parts)
+    assert world.place_ahead(client, parts)
+    assert world.commit(client, parts) is Outcome.BACKLOG_FULL
+    world.check()
+    assert world.place_ahead(client, parts)
+    world.end(client)
+    world.check()
+    world.carry_all()
+    world.finish()
+
+
+def test_nothing_is_placed_ahead_where_nothing_is_published_or_there_is_no_room_for_all() -> None:
+    world = World(KV_INDEXER, read_slots=4, reserve=2, write_span=1)
+    buffers, caches = world.open(Mode.BUFFER_ONLY), world.open()
+    for client, count in ((buffers, 1), (caches, 3)):
+        parts = world.parts(KEYS, 0, count)
+        world.reserve_pages(client, parts)
+        assert not world.place_ahead(client, parts)
+        world.check()
+        world.abort(client, parts)
+    world.finish()
+
+
 def test_evicting_a_source_drags_its_sidecars() -> None:
     world = World(FULL, read_slots=6, reserve=2, write_span=1)
     client = world.open()

@@ -138,9 +138,18 @@ class Writing(Reading):
         return part.slots[mask], part.generations[mask]
 
     def commit(
-        self, session: SessionCore, parts: Sequence[SpanPart], parent: bytes, request_id: int, now: float
+        self,
+        session: SessionCore,
+        parts: Sequence[SpanPart],
+        parent: bytes,
+        request_id: int,
+        now: float,
+        placed: Sequence[Slots] | None = None,
     ) -> CommitResult:
-        """Take written slots over. Raises `SlotError` for a stale reference; any refusal leaves the slots the session's."""
+        """Take written slots over. Raises `SlotError` for a stale reference; any refusal leaves the slots the session's.
+
+        placed: of `place_ahead`, where the pages lie there and not in the write slots; a refusal leaves these the caller's too.
+        """
         self._checked(session, parts)
         space = session.namespace
         if len(session.commits) >= self.limits.max_open_commits:
@@ -152,7 +161,11 @@ class Writing(Reading):
         if parent and not space.covered(parent):
             return self._count_commit(CommitResult(Outcome.PARENT_UNCOVERED))
         pages, unneeded = self._pages(session, parts)
-        publish = bool(pages) and session.mode is Mode.CACHE and self._place_publish(space, pages)
+        if placed is not None:
+            self._take_placed(space, parts, placed, pages)
+            publish = bool(pages)
+        else:
+            publish = bool(pages) and session.mode is Mode.CACHE and self._place_publish(space, pages)
         if pages and not publish and not space.has_store:
             return self._count_commit(
                 CommitResult(Outcome.POOL_FULL, detail="no store is configured and the read arena has no room")
@@ -163,6 +176,10 @@ class Writing(Reading):
             result = CommitResult(Outcome.BELIEVED_STORED, credits=self._credit(session, parts))
         else:
             commit = self._accept(session, pages, parent, request_id, publish, now)
+            if placed is not None:
+                self.published(commit, True, now)
+            elif publish:
+                self._effects.append(Publish(commit))
             result = CommitResult(Outcome.ACCEPTED, commit.commit_id, self._credit(session, parts))
         self._serve_queued(session)
         return self._count_commit(result)
@@ -211,7 +228,6 @@ class Writing(Reading):
             space.in_flight[page.pool, page.key] = commit
         if publish:
             commit.state = CommitState.PUBLISHING
-            self._effects.append(Publish(commit))
         else:
             if session.mode is Mode.CACHE:
                 self.counters["publish_skipped", ""] += 1
@@ -235,6 +251,50 @@ class Writing(Reading):
         return result.parts if result else ()
 
     # -------------------------------------------------------------- publishing
+
+    def place_ahead(self, session: SessionCore, parts: Sequence[SpanPart]) -> list[Slots] | None:
+        """Take read slots for the reserved pages of parts, whose bytes the daemon is about to put straight there.
+
+        One array a part, an entry for each page that has a write slot. `commit` takes them over, `unplace` gives them back. None where
+        nothing is published, or there is no room for all: the pages then go into the write slots.
+        """
+        if session.mode is not Mode.CACHE:
+            return None
+        space = session.namespace
+        taken: list[Slots] = []
+        for part in parts:
+            n = len(self._real(part)[0])
+            slots = space.pools[part.pool].place_publish(n, loads_wait=bool(space.loads.parked))
+            if slots is None:
+                self.unplace(session, parts, taken)
+                return None
+            taken.append(slots)
+        return taken
+
+    def unplace(self, session: SessionCore, parts: Sequence[SpanPart], placed: Sequence[Slots]) -> None:
+        """Give read slots of `place_ahead` back."""
+        space = session.namespace
+        for part, slots in zip(parts, placed, strict=False):
+            space.pools[part.pool].unfilled(slots, load=False)
+        self._retry(space)
+
+    @staticmethod
+    def _take_placed(
+        space: NamespaceCore, parts: Sequence[SpanPart], placed: Sequence[Slots], pages: Sequence[CommitPage]
+    ) -> None:
+        """Let the pages of a commit be where they were placed, and free the places of those that turned out to be stored."""
+        where = {(page.pool, page.slot): page for page in pages}
+        for part, slots in zip(parts, placed, strict=True):
+            assert part.slots is not None
+            unneeded = []
+            for write, read in zip((s for s in part.slots.tolist() if s != NO_SLOT), slots.tolist(), strict=True):
+                page = where.get((part.pool, write))
+                if page is None:
+                    unneeded.append(read)
+                else:
+                    page.read_slot = read
+            if unneeded:
+                space.pools[part.pool].unfilled(as_slots(unneeded), load=False)
 
     @staticmethod
     def _place_publish(space: NamespaceCore, pages: Sequence[CommitPage]) -> bool:

@@ -176,7 +176,12 @@ def inline_stream(rig: Rig) -> None:
 def copies(rig: Rig) -> None:
     """Copies that the daemon makes of each page, as it counts them itself."""
     case, runs = "copies", rig.settings.pick(8, 16)
-    for path, mode, bound in (("shm", "buffer_only", 0.0), ("shm", "cache", 1.0), ("imported", "buffer_only", 1.0)):
+    for path, mode, bound in (
+        ("shm", "buffer_only", 0.0),
+        ("shm", "cache", 1.0),
+        ("imported", "buffer_only", 1.0),
+        ("imported", "cache", 1.0),
+    ):
         store = "file"
         shape = rig.shape(page_bytes=256 << 10, batch=16, path=path, mode=mode, store=store)
         with rig.daemon(store) as node, rig.client(node, shape, write=32, read=16 * (runs + 4)) as client:

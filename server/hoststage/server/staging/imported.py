@@ -1,7 +1,7 @@
 """The path `imported`: pages between a client's own memory and the session's slots, by descriptor.
 
-Storing: slots of the session's write arena are the bounce. Nobody else maps it, so the bytes that are hashed and stored are those that were
-read, whatever the client does to its memory meanwhile. Loading: the pages are leased in the read arena like any others, written out, and given up. Slots, admission,
+Storing: slots of the session's write arena are the bounce, or, where the pages are to be published, the read slots that they will have there. The client can
+write neither, so the bytes that are hashed and stored are those that were read, whatever it does to its memory meanwhile. Loading: the pages are leased in the read arena like any others, written out, and given up. Slots, admission,
 single flight and draining are those of every other session.
 """
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+_TAKEN = (ops.Outcome.ACCEPTED, ops.Outcome.BELIEVED_STORED)
 _TASK_BYTES = 16 << 20
 """What one thread moves at a time, so that a large transfer neither waits for one thread nor keeps others from theirs."""
 
@@ -125,24 +126,42 @@ class ImportedPath:
         if granted.outcome is not ops.Outcome.ACCEPTED:
             return ops.CommitReply(granted.outcome, detail=granted.detail)
         session = self._session
+        # In `cache` the pages go straight to where others read them, which saves the copy of publishing.
+        placed = session.place_ahead(m.span, granted.slots)
+        kept = False
         try:
-            jobs: list[Pieces] = []
-            pages = 0
-            for entry, places, memory in zip(granted.slots, m.pages, used, strict=True):
-                wanted = np.flatnonzero(entry.slots != ops.NO_SLOT)
-                pages += len(wanted)
-                jobs += _jobs(places, wanted, memory, session.write_arena(entry.pool), entry.slots[wanted])
-            await self._move(jobs, read_pieces, used[0], m.claim)
-            session.engine.daemon_copies += pages
-        except BaseException as error:
-            if self._active:
-                session.abort_refused(granted.slots)
-            if isinstance(error, ImportProblem):
-                raise _told(error) from error
-            raise
+            try:
+                await self._read_in(m, used, granted.slots, placed)
+            except BaseException as error:
+                if self._active:
+                    session.abort_refused(granted.slots)
+                if isinstance(error, ImportProblem):
+                    raise _told(error) from error
+                raise
+            finally:
+                session.copy_ended()
+            reply = await self._committed(ops.Commit(m.span, granted.slots), request_id, placed)
+            kept = reply.outcome in _TAKEN
+            return reply
         finally:
-            session.copy_ended()
-        return await self._committed(ops.Commit(m.span, granted.slots), request_id)
+            if placed is not None and not kept:
+                session.unplace(m.span, granted.slots, placed)
+
+    async def _read_in(
+        self, m: ImportedStore, used: Sequence[Import], slots: Sequence[ops.PoolSlots], placed: Sequence[ops.U32] | None
+    ) -> None:
+        session = self._session
+        jobs: list[Pieces] = []
+        pages = 0
+        for i, (entry, places, memory) in enumerate(zip(slots, m.pages, used, strict=True)):
+            wanted = np.flatnonzero(entry.slots != ops.NO_SLOT)
+            pages += len(wanted)
+            if placed is None:
+                jobs += _jobs(places, wanted, memory, session.write_arena(entry.pool), entry.slots[wanted])
+            else:
+                jobs += _jobs(places, wanted, memory, session.read_arena(entry.pool), placed[i])
+        await self._move(jobs, read_pieces, used[0], m.claim)
+        session.engine.daemon_copies += pages
 
     async def _reserved(self, op: ops.Reserve, request_id: int) -> ops.ReserveReply:
         """Return write slots. Where there are some, the copy into them counts as begun."""
@@ -158,21 +177,21 @@ class ImportedPath:
 
         return await self._awaited(future, lambda: self._session.submit(op, request_id, answered))
 
-    async def _committed(self, op: ops.Commit, request_id: int) -> ops.CommitReply:
+    async def _committed(self, op: ops.Commit, request_id: int, placed: Sequence[ops.U32] | None) -> ops.CommitReply:
         if not self._active:
             raise self._over()
         future: asyncio.Future[ops.CommitReply] = asyncio.get_running_loop().create_future()
 
         def answered(answer: ops.HotReply) -> None:
             assert isinstance(answer, ops.CommitReply)
-            if answer.outcome not in (ops.Outcome.ACCEPTED, ops.Outcome.BELIEVED_STORED):
+            if answer.outcome not in _TAKEN:
                 # The client does not know these slots, so it cannot give them back.
                 self._session.abort_refused(op.slots)
             if not future.done():
                 # Credits would be slots that nobody here can write.
                 future.set_result(answer)
 
-        return await self._awaited(future, lambda: self._session.submit(op, request_id, answered))
+        return await self._awaited(future, lambda: self._session.commit_placed(op, request_id, answered, placed))
 
     # -------------------------------------------------------------- loading
 

@@ -44,6 +44,7 @@ log = structlog.get_logger(__name__)
 
 InlineReply = Callable[[ops.LoadReady, list[list[memoryview]]], None]
 OwnLoad = Callable[[ops.LoadReady], None]
+Placed = Sequence[ops.U32] | None
 
 
 class Session:
@@ -152,15 +153,18 @@ class Session:
                 case ops.Reserve():
                     self._reserve(op, request_id, reply)
         except SlotError as error:
-            raise RequestError(
-                "STALE_SLOT",
-                f"session {self.session_id}: {error}",
-                code="FAILED_PRECONDITION",
-                field="slots",
-                remedy="reserve anew; after a reconnect, slots of the earlier session are void",
-            ) from error
+            raise self._stale(error) from error
         finally:
             self._engine.settle()
+
+    def _stale(self, error: SlotError) -> RequestError:
+        return RequestError(
+            "STALE_SLOT",
+            f"session {self.session_id}: {error}",
+            code="FAILED_PRECONDITION",
+            field="slots",
+            remedy="reserve anew; after a reconnect, slots of the earlier session are void",
+        )
 
     def _check_active(self) -> None:
         if self.core.state is not SessionState.ACTIVE:
@@ -221,29 +225,52 @@ class Session:
         if reply is not None:
             reply(reserve_reply(ended.result))
 
-    def _commit(self, op: ops.Commit, request_id: int, reply: Reply) -> None:
+    def _commit(self, op: ops.Commit, request_id: int, reply: Reply, placed: Placed = None) -> None:
         keys = self._keys(op.span)
         parts = self._parts(op.span, keys, op.slots)
         if not keys:
             raise RequestError("RANGES", "a commit names no keys", field="span.keys")
         if op.span.parent and not self.core.namespace.covered(op.span.parent):
-            self._engine.spawn(self._commit_with_parent(op, parts, request_id, reply))
+            self._engine.spawn(self._commit_with_parent(op, parts, request_id, reply, placed))
             return
-        reply(self._commit_now(parts, op.span.parent, request_id))
+        reply(self._commit_now(parts, op.span.parent, request_id, placed))
 
-    async def _commit_with_parent(self, op: ops.Commit, parts: list[SpanPart], request_id: int, reply: Reply) -> None:
+    async def _commit_with_parent(
+        self, op: ops.Commit, parts: list[SpanPart], request_id: int, reply: Reply, placed: Placed
+    ) -> None:
         await self._believe_parent(op.span.parent)
         if self.core.state is SessionState.ACTIVE:
             try:
-                answer = self._commit_now(parts, op.span.parent, request_id)
+                answer = self._commit_now(parts, op.span.parent, request_id, placed)
             except SlotError as error:
                 answer = ops.CommitReply(ops.Outcome.CANCELLED, detail=f"slots changed meanwhile: {error}")
             reply(answer)
             self._engine.settle()
 
-    def _commit_now(self, parts: list[SpanPart], parent: bytes, request_id: int) -> ops.CommitReply:
-        result = self._tier.commit(self.core, parts, parent, request_id, self._engine.now())
+    def _commit_now(self, parts: list[SpanPart], parent: bytes, request_id: int, placed: Placed) -> ops.CommitReply:
+        result = self._tier.commit(self.core, parts, parent, request_id, self._engine.now(), placed)
         return ops.CommitReply(ops.Outcome(result.outcome), result.commit_id, pool_slots(result.credits), result.detail)
+
+    def place_ahead(self, span: ops.Span, slots: Sequence[ops.PoolSlots]) -> Placed:
+        """Take read slots for reserved pages that are to be published, None where there are none; see `Tier.place_ahead`."""
+        placed = self._tier.place_ahead(self.core, self._parts(span, self._keys(span), slots))
+        self._engine.settle()
+        return placed
+
+    def unplace(self, span: ops.Span, slots: Sequence[ops.PoolSlots], placed: Sequence[ops.U32]) -> None:
+        """Give such slots back."""
+        self._tier.unplace(self.core, self._parts(span, self._keys(span), slots), placed)
+        self._engine.settle()
+
+    def commit_placed(self, op: ops.Commit, request_id: int, reply: Reply, placed: Placed) -> None:
+        """Commit pages that the daemon itself has put in place. As `submit`."""
+        self._check_active()
+        try:
+            self._commit(op, request_id, reply, placed)
+        except SlotError as error:
+            raise self._stale(error) from error
+        finally:
+            self._engine.settle()
 
     def commit_ended(self, ended: fx.CommitEnded) -> None:
         self._port.push(
