@@ -17,6 +17,8 @@ from hoststage.v1 import convert, data, lane, ops
 from hoststage.v1 import hoststage_pb2 as pb
 from hoststage.v1.ops import NO_SLOT, Outcome
 
+_MESSAGE_BYTES = (4 << 20) + (64 << 10)
+
 
 class Part(Protocol):
     """A commit of a ticket, as `_store` keeps it."""
@@ -186,16 +188,17 @@ def _store_in_messages(
 def _messages(
     link: Link, span: ops.Span, piece: Piece, rows: Mapping[int, PageRows], deadline: Deadline
 ) -> Iterator[pb.InlineStore]:
-    """Cut a commit into messages of the size that the daemon takes; pages larger than that go in parts."""
-    room = link.message_room - len(span.keys) - len(span.parent)
+    """Cut a commit into messages of a few MiB, so that both ends work at once; pages larger than that go in parts."""
+    most = min(link.message_room, _MESSAGE_BYTES)
+    room = min(most, link.message_room - len(span.keys) - len(span.parent))
     wire_span = convert.to_proto(ops.Reserve(span), 0)
     assert isinstance(wire_span, pb.ClientMessage)
     message = pb.InlineStore(span=wire_span.reserve.span, wait_ms=max(1, int(deadline.left_ms * SHARE_OF_DEADLINE)))
     filled = 0
-    for page in _cut(piece, rows, min(link.message_room, max(4096, room))):
+    for page in _cut(piece, rows, max(4096, room)):
         if filled and filled + len(page.data) > room:
             yield message
-            message, filled, room = pb.InlineStore(), 0, link.message_room
+            message, filled, room = pb.InlineStore(), 0, most
         message.pages.append(page)
         filled += len(page.data) + 64
     message.last = True

@@ -15,7 +15,8 @@ from hoststage.server.rpc.connections import Connection, Connections
 from hoststage.v1 import convert, ops
 from hoststage.v1 import hoststage_pb2 as pb
 
-_PART_BYTES = 4 << 20
+_PART_BYTES = 1 << 20
+"""Payload of one message of a load: well below the 4 MiB that gRPC takes by default, and small enough for both ends to work at once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,20 +64,24 @@ def drop(connection: Connection) -> None:
 
 @dataclass(slots=True)
 class Assembly:
-    """A store whose parts are still coming. `filled`: bytes that have arrived of each page."""
+    """A store whose parts are still coming. `sizes`: bytes of a page, per range; `filled`: bytes that have arrived of each page.
+
+    A page that comes in one part stays as it came; memory is made only for one whose parts must be put together.
+    """
 
     span: ops.Span
     wait_ms: int
-    pages: list[list[bytearray]]
+    pages: list[list[bytes | bytearray]]
+    sizes: list[int]
     filled: list[list[int]]
     charge: Charge
 
     def missing(self) -> str:
         """Return the first page that is not whole, "" where all are."""
-        for at, (pages, filled) in enumerate(zip(self.pages, self.filled, strict=True)):
-            for i, (page, n) in enumerate(zip(pages, filled, strict=True)):
-                if n != len(page):
-                    return f"{n} bytes came of the {len(page)} of page {i} of range {at}"
+        for at, (size, filled) in enumerate(zip(self.sizes, self.filled, strict=True)):
+            for i, n in enumerate(filled):
+                if n != size:
+                    return f"{n} bytes came of the {size} of page {i} of range {at}"
         return ""
 
 
@@ -145,24 +150,32 @@ def _begin(connections: Connections, connection: Connection, m: pb.InlineStore) 
     charge = Charge.take(
         connections, connection, sum(count * page_bytes for count, page_bytes in shapes), "inline_store.span"
     )
-    pages = [[bytearray(page_bytes) for _ in range(count)] for count, page_bytes in shapes]
-    return Assembly(span, m.wait_ms, pages, [[0] * count for count, _ in shapes], charge)
+    pages: list[list[bytes | bytearray]] = [[b""] * count for count, _ in shapes]
+    return Assembly(span, m.wait_ms, pages, [size for _, size in shapes], [[0] * count for count, _ in shapes], charge)
 
 
 def _fill(assembly: Assembly, page: pb.InlinePage) -> None:
     if page.range >= len(assembly.pages) or page.page >= len(assembly.pages[page.range]):
         raise RequestError("RANGES", f"page {page.page} of range {page.range} was not announced", field="pages")
-    target, filled = assembly.pages[page.range][page.page], assembly.filled[page.range]
-    end = page.offset + len(page.data)
-    if page.offset != filled[page.page] or end > len(target):
+    size, filled = assembly.sizes[page.range], assembly.filled[page.range]
+    data = page.data
+    end = page.offset + len(data)
+    if page.offset != filled[page.page] or end > size:
         raise RequestError(
             "PAGE_SIZE",
-            f"bytes [{page.offset}, {end}) of page {page.page} of range {page.range}, which has {len(target)} bytes "
+            f"bytes [{page.offset}, {end}) of page {page.page} of range {page.range}, which has {size} bytes "
             f"and {filled[page.page]} of them already",
             field="pages.offset",
             remedy="send the parts of a page in order",
         )
-    target[page.offset : end] = page.data
+    pages = assembly.pages[page.range]
+    if len(data) == size:
+        pages[page.page] = data
+    elif data:
+        target = pages[page.page] or bytearray(size)
+        assert isinstance(target, bytearray)
+        target[page.offset : end] = data
+        pages[page.page] = target
     filled[page.page] = end
 
 
