@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName  # noqa
 from hoststage.client import PayloadPath, _pages  # noqa: E402
 from hoststage.shm import copy  # noqa: E402
 from tests.engines import sglang_support as sg  # noqa: E402
+from tests.engines.test_sglang_backend import Worker  # noqa: E402
 from tests.integration.daemon import Daemon, eventually  # noqa: E402
 from tests.life_support import counter, sessions  # noqa: E402
 
@@ -180,6 +181,25 @@ def test_pages_outlive_the_daemon_and_the_pools_memory_is_given_to_the_next_one(
     assert _paths(backend) == {PayloadPath.IMPORTED}
     backend.close()
     eventually(lambda: not sessions(own_node))
+
+
+@pytest.mark.timeout(240)
+def test_pages_outlive_the_engine_and_another_one_finds_them_by_whichever_path(own_node: Daemon) -> None:
+    engines = [Worker(own_node), Worker(own_node)]
+    try:
+        wrote = engines[0].does("write layer_first 0 1 shm")
+        assert wrote["ok"] == [True] * 8
+        assert counter(own_node, "daemon_copies") == 8
+        engines[0].kill()
+        eventually(lambda: not sessions(own_node))
+        own_node.kill()
+        own_node.start()
+        assert engines[1].does("read layer_first 0 1 shm") == wrote
+        assert counter(own_node, "daemon_copies") == 8
+        assert engines[1].does("read layer_first 0 1") == wrote
+    finally:
+        for engine in engines:
+            engine.kill()
 
 
 def test_slots_of_a_read_that_was_given_up_are_never_written_later(own_node: Daemon) -> None:

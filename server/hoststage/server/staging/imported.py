@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 _TAKEN = (ops.Outcome.ACCEPTED, ops.Outcome.BELIEVED_STORED)
-_TASK_BYTES = 16 << 20
+_TASK_BYTES = 8 << 20
 """What one thread moves at a time, so that a large transfer neither waits for one thread nor keeps others from theirs."""
 
 
