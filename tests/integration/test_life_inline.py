@@ -53,7 +53,7 @@ async def test_an_inline_store_that_is_refused_after_its_copy_leaves_no_slot_tak
 async def moved(begin):
     """Begin a move and return what it replies: the answer and the views."""
     answer = asyncio.get_running_loop().create_future()
-    begin(lambda reply, views: answer.set_result((reply, views)))
+    begin(lambda reply, pages: answer.set_result((reply, [view for part in pages for view in part.views()])))
     async with asyncio.timeout(10):
         return await answer
 
@@ -130,7 +130,7 @@ async def test_leases_under_way_are_not_asked_back_from_a_client_that_does_not_k
         reply, _ = await moved(lambda done, keys=keys: session.moves.load(ops.Load(span(keys), 4), done))
         sending.append(reply)
     waiting = asyncio.get_running_loop().create_future()
-    other.moves.load(ops.Load(span(runs[-1]), 4), lambda reply, views: waiting.set_result((reply, views)))
+    other.moves.load(ops.Load(span(runs[-1]), 4), lambda reply, pages: waiting.set_result((reply, pages)))
     async with asyncio.timeout(10):
         while not service.tier.counters["revocations", ""]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -138,7 +138,7 @@ async def test_leases_under_way_are_not_asked_back_from_a_client_that_does_not_k
     assert not [m for m in inbox.messages if isinstance(m, RevokedLeases)]
     assert all(session.moves.sent(reply.load_id) for reply in sending)
     async with asyncio.timeout(10):
-        reply, views = await waiting
-    assert (reply.outcome, len(views)) == (ops.Outcome.READY, 4)
+        reply, pages = await waiting
+    assert (reply.outcome, sum(p.nbytes for p in pages)) == (ops.Outcome.READY, 4 * PAGE)
     assert other.moves.sent(reply.load_id)
     assert not session.core.revocations

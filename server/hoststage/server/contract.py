@@ -255,15 +255,26 @@ class ImportedMemory(Protocol):
         """Load pages into imported memory; nothing stays leased."""
 
 
+class PagesInPlace(Protocol):
+    """Pages of one pool where they lie in the daemon's memory. Any thread may ask."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def views(self) -> list[memoryview]:
+        """Return their bytes in order, pages that are adjacent in memory in one view."""
+        ...
+
+
 class PageMoves(Protocol):
     """Pages between a session's slots and a socket, moved by a thread of the wire. Called on the loop alone.
 
-    Views come with the replies. While a thread uses them the session's memory stays, though the session may end; so whoever was
-    given views calls `filled` or `not_filled`, or `sent`, once no thread uses them any more, whatever happened.
+    The pages come with the replies. While a thread uses them the session's memory stays, though the session may end; so whoever was
+    given pages calls `filled` or `not_filled`, or `sent`, once no thread uses them any more, whatever happened.
     """
 
     def reserve(
-        self, op: ops.Reserve, request_id: int, reply: Callable[[ops.ReserveReply, list[memoryview]], None]
+        self, op: ops.Reserve, request_id: int, reply: Callable[[ops.ReserveReply, list[PagesInPlace]], None]
     ) -> None:
         """Reserve slots that the wire fills; their pages come with an ACCEPTED, in the order of the ranges, those without a slot left out.
 
@@ -279,7 +290,7 @@ class PageMoves(Protocol):
         """Give what was reserved back."""
         ...
 
-    def load(self, op: ops.Load, reply: Callable[[ops.LoadReply, list[memoryview]], None]) -> int:
+    def load(self, op: ops.Load, reply: Callable[[ops.LoadReply, list[PagesInPlace]], None]) -> int:
         """Load pages, and reply once when the load has ended; with READY come its pages, in the order of the reply's ranges, leased until `sent`.
 
         Returns the load's id, by which it may be cancelled. Raises `RequestError` at once where it is malformed; `reply` may be

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
-from hoststage.server.contract import PageMoves, RequestError
+from hoststage.server.contract import PageMoves, PagesInPlace, RequestError
 from hoststage.server.rpc.dispatch import error_message, fault
 from hoststage.shm import bulk
 from hoststage.v1 import data, lane, ops
@@ -32,8 +32,8 @@ STALL_SECONDS = 30.0
 """How long a client may neither send nor take a byte in the middle of a request."""
 
 _T = TypeVar("_T")
-_Filling = tuple[ops.ReserveReply, list[memoryview]]
-_Sending = tuple[ops.LoadReply, list[memoryview]]
+_Filling = tuple[ops.ReserveReply, list[PagesInPlace]]
+_Sending = tuple[ops.LoadReply, list[PagesInPlace]]
 
 
 class DataConnection:
@@ -132,25 +132,23 @@ class DataConnection:
         moves = self._moves
 
         def reserve(done: Callable[[_Filling], None]) -> None:
-            moves.reserve(op, request_id, lambda reply, views: done((reply, views)))
+            moves.reserve(op, request_id, lambda reply, pages: done((reply, pages)))
 
         def undo(filling: _Filling) -> None:
             if filling[0].outcome is ops.Outcome.ACCEPTED:
                 moves.not_filled(filling[0].slots)
 
-        granted, views = self._ask(reserve, undo)
+        granted, pages = self._ask(reserve, undo)
         if granted.outcome is not ops.Outcome.ACCEPTED:
             self._send([lane.encode(granted, request_id)])
             return
         try:
             self._send([lane.encode(granted, request_id)])
-            self._announced(request_id, sum(map(len, views)))
-            bulk.receive(self._sock, views, _patience)
+            self._announced(request_id, sum(p.nbytes for p in pages))
+            bulk.receive(self._sock, _views(pages), _patience)
         except BaseException:
             self._on_loop(moves.not_filled, granted.slots)
             raise
-        finally:
-            del views
 
         def commit(done: Callable[[ops.HotReply], None]) -> None:
             moves.filled(op.span, granted.slots, request_id, done)
@@ -170,24 +168,22 @@ class DataConnection:
         moves = self._moves
 
         def load(done: Callable[[_Sending], None]) -> None:
-            self._load_id = moves.load(op, lambda reply, views: done((reply, views)))
+            self._load_id = moves.load(op, lambda reply, pages: done((reply, pages)))
 
         def undo(sending: _Sending) -> None:
             if sending[0].outcome is ops.Outcome.READY:
                 moves.sent(sending[0].load_id)
 
-        reply, views = self._ask(load, undo)
+        reply, pages = self._ask(load, undo)
         if reply.outcome is not ops.Outcome.READY:
             self._send([lane.encode(reply, request_id)])
             return
         try:
-            announced = data.pages(request_id, sum(map(len, views)))
-            bulk.send(self._sock, [lane.encode(reply, request_id), announced, *views], _patience)
+            announced = data.pages(request_id, sum(p.nbytes for p in pages))
+            bulk.send(self._sock, [lane.encode(reply, request_id), announced, *_views(pages)], _patience)
         except BaseException:
             self._on_loop(moves.sent, reply.load_id)
             raise
-        finally:
-            del views
 
         def sent(done: Callable[[bool], None]) -> None:
             done(moves.sent(reply.load_id))
@@ -228,7 +224,7 @@ class DataConnection:
         try:
             return future.result()
         finally:
-            # It holds views of the session's memory.
+            # It holds the answer, and with it pages of the session.
             self._waiting = None
 
     def _on_loop(self, call: Callable[..., object], *args: object) -> None:
@@ -246,6 +242,10 @@ def _fail(future: Future[Any], error: RequestError) -> None:
 
 def _refusal(request_id: int, error: RequestError) -> bytes:
     return error_message(request_id, error).SerializeToString()
+
+
+def _views(pages: Sequence[PagesInPlace]) -> list[memoryview]:
+    return [view for part in pages for view in part.views()]
 
 
 def _patience() -> float:

@@ -7,19 +7,43 @@ ends; what it held is given up only when the thread says that it has let go.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
+
 from hoststage.core.sessions import SessionState
-from hoststage.server.contract import Reply, RequestError
+from hoststage.server.contract import PagesInPlace, Reply, RequestError
 from hoststage.server.staging.arenas import PoolArena
 from hoststage.v1 import ops
 
 if TYPE_CHECKING:
     from hoststage.server.staging.session import Session
 
-Views: TypeAlias = list[memoryview]
-ToFill: TypeAlias = Callable[[ops.ReserveReply, Views], None]
-ToSend: TypeAlias = Callable[[ops.LoadReply, Views], None]
+ToFill: TypeAlias = Callable[[ops.ReserveReply, list[PagesInPlace]], None]
+ToSend: TypeAlias = Callable[[ops.LoadReply, list[PagesInPlace]], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pages:
+    """Implements `hoststage.server.contract.PagesInPlace`: slots of one arena. Views are made by the thread that needs them: of many pages that takes a while."""
+
+    arena: PoolArena
+    slots: ops.U32
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.slots) * self.arena.rule.page_bytes
+
+    def views(self) -> list[memoryview]:
+        rule, arena = self.arena.rule, self.arena.arena
+        if rule.page_bytes != rule.stride or arena is None:
+            return [self.arena.view(slot) for slot in self.slots.tolist()]
+        slots = self.slots.astype(np.int64)
+        starts = np.flatnonzero(np.diff(slots, prepend=-2) != 1)
+        counts = np.diff(starts, append=len(slots))
+        runs = zip(slots[starts].tolist(), counts.tolist(), strict=True)
+        return [arena.view(slot * rule.stride, count * rule.stride) for slot, count in runs]
 
 
 class Moves:
@@ -39,16 +63,12 @@ class Moves:
 
         def reserved(answer: ops.HotReply) -> None:
             assert isinstance(answer, ops.ReserveReply)
-            views: Views = []
+            pages: list[PagesInPlace] = []
             if answer.outcome is ops.Outcome.ACCEPTED:
                 self._session.copy_began()
-                views = [
-                    self._write[entry.pool].view(slot)
-                    for entry in answer.slots
-                    for slot in entry.slots.tolist()
-                    if slot != ops.NO_SLOT
-                ]
-            reply(answer, views)
+                for entry in answer.slots:
+                    pages.append(Pages(self._write[entry.pool], entry.slots[entry.slots != ops.NO_SLOT]))
+            reply(answer, pages)
 
         self._session.submit(op, request_id, reserved)
 
@@ -81,16 +101,17 @@ class Moves:
     def _ready(
         self, message: ops.LoadReady, parts: Sequence[tuple[ops.PoolRange, ops.PoolSlots]], reply: ToSend
     ) -> None:
-        ranges, views = [], []
+        ranges: list[ops.PoolRange] = []
+        pages: list[PagesInPlace] = []
         for r, entry in sorted(parts, key=lambda part: (part[0].pool, part[0].first)):
             # What lies beyond the prefix that is really there is void.
             count = min(r.count, message.prefix - r.first)
             if count > 0:
                 ranges.append(ops.PoolRange(r.pool, r.first, count))
-                views += [self._read[r.pool].view(slot) for slot in entry.slots[:count].tolist()]
+                pages.append(Pages(self._read[r.pool], entry.slots[:count]))
         self._session.copy_began()
         reply(
-            ops.LoadReply(message.outcome, message.load_id, message.prefix, tuple(ranges), detail=message.detail), views
+            ops.LoadReply(message.outcome, message.load_id, message.prefix, tuple(ranges), detail=message.detail), pages
         )
 
     def sent(self, load_id: int) -> bool:
