@@ -226,6 +226,10 @@ def test_a_daemon_killed_between_lookup_and_load_fails_that_request_alone(
         assert engine.forward([req]) == [req]
         # A batch without loads has none that could fail.
         assert engine.forward([req]) == []
+        # Nothing keeps the dead daemon's memory alive.
+        eventually(lambda: engine.linker.channel.session.retained_bytes == 0)
+        engine.linker.close()
+        engine.linker.close()
 
 
 def test_a_page_that_rots_in_the_store_fails_its_load_and_is_a_miss_afterwards(

@@ -76,6 +76,7 @@ class HostStageLinker(UnifiedCacheLinker):  # type: ignore[misc]
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self.pins = Pins(self.channel, self.settings.pin_seconds)
         self._queued: dict[str, QueuedLoad] = {}
+        self._closed = False
         self.loader = Loader(self.channel, self._pages, self.layer_done_counter, copies_for(device, self._pinned))
         self.offloader = Offloader(
             self.channel, self._pages, copies_for(device, self._pinned), self.settings.store_timeout
@@ -170,7 +171,10 @@ class HostStageLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.layer_done_counter.reset()
 
     def close(self) -> None:
-        """Quiesce all transfers and end the session."""
+        """Quiesce all transfers and end the session. Safe to repeat."""
+        if self._closed:
+            return
+        self._closed = True
         self.reset()
         self.loader.close()
         self.offloader.close()

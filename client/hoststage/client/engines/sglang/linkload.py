@@ -139,23 +139,29 @@ class Loader:
 
     def _work(self) -> None:
         while (task := self._queue.get()) is not None:
-            index, batch, ready = task
-            error: BaseException | None = None
             try:
-                with self._copies.here():
-                    self._copies.after(ready)
-                    self._run(index, batch)
-            except BaseException as failure:
-                error = failure
-                self.failed += 1
-                # What was lost with the daemon is logged by the channel.
-                level = logging.WARNING if isinstance(failure, LoadFailed | HostStageError) else logging.ERROR
-                unexpected = None if level == logging.WARNING else failure
-                _log.log(level, "hoststage: a batch of %d loads failed: %s", len(batch), failure, exc_info=unexpected)
+                # In a frame of its own: what a failure keeps alive, views of shared memory among it, must not outlast it.
+                self._load(*task)
             finally:
-                self._counter.settle(index, error)
+                del task
                 self._queue.task_done()
         self._queue.task_done()
+
+    def _load(self, index: int, batch: Sequence[QueuedLoad], ready: Any) -> None:
+        error: BaseException | None = None
+        try:
+            with self._copies.here():
+                self._copies.after(ready)
+                self._run(index, batch)
+        except BaseException as failure:
+            error = failure
+            self.failed += 1
+            # What was lost with the daemon is logged by the channel.
+            expected = isinstance(failure, LoadFailed | HostStageError)
+            level, trace = (logging.WARNING, None) if expected else (logging.ERROR, failure)
+            _log.log(level, "hoststage: a batch of %d loads failed: %s", len(batch), failure, exc_info=trace)
+        finally:
+            self._counter.settle(index, error)
 
     def _run(self, index: int, batch: Sequence[QueuedLoad]) -> None:
         jobs: list[_Job] = []
