@@ -212,6 +212,54 @@ def test_a_restarted_daemon_is_found_again_and_until_then_errors_are_typed(tmp_p
     daemon.stop()
 
 
+def test_pages_outside_imported_memory_cross_a_data_connection_too(daemon):
+    before = carried(daemon, "data"), carried(daemon, "stream")
+    spec = stack("beside-imported", path=PayloadPath.IMPORTED)
+    keys, kv = keys_of(5, "beside"), rows_of(5)
+    with connect(daemon.address, stack=spec, timeout=20) as session:
+        assert session.grant.path is PayloadPath.IMPORTED
+        assert session.store(keys, {"kv": kv}).wait(20).outcome is Outcome.STORED
+        into = np.zeros((5, PAGE), np.uint8)
+        assert session.load(keys, into={"kv": into}).prefix == 5
+        assert np.array_equal(into, kv)
+    assert carried(daemon, "data") >= before[0] + 2
+    assert carried(daemon, "stream") == before[1]
+
+
+FORKING = """
+import os, sys
+from hoststage.client import ForkedSession, PayloadPath, connect
+from tests.integration.test_client_session import keys_of, rows_of, stack
+keys, kv = keys_of(4, "fork"), rows_of(4)
+with connect(sys.argv[1], stack=stack("fork", path=PayloadPath.INLINE), timeout=20) as session:
+    assert session.store(keys, {"kv": kv}).wait(20).ok
+    child = os.fork()
+    if child == 0:
+        try:
+            session.load(keys, timeout=5)
+        except ForkedSession:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with session.load(keys) as loaded:
+        assert [bytes(p) for p in loaded.pages("kv")] == [bytes(r) for r in kv]
+    assert session._core.link.data._all
+print("done")
+"""
+
+
+def test_a_forked_child_leaves_the_connections_of_its_parent_alone(daemon):
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING, daemon.address],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment() | {"PYTHONPATH": os.pathsep.join([environment()["PYTHONPATH"], "."])},
+        check=False,
+    )
+    assert done.stdout.endswith("done\n"), done.stderr
+
+
 CLIENT = """
 import os, sys, time
 from hoststage.client import PayloadPath, connect

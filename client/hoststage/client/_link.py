@@ -145,7 +145,7 @@ class Link:
             link.findings = findings_from(welcome.findings)
             if link.grant.path is not PayloadPath.INLINE:
                 link._attach(welcome, deadline)
-            elif (place := data_place(options.address, welcome)) is not None:
+            if (place := data_place(options.address, welcome)) is not None:
                 most = welcome.limits.max_data_connections
                 link.data = DataConnections(place, welcome.session, most, link._data_token, link.router)
             link._ask_credits(deadline)

@@ -583,7 +583,7 @@ class Welcome(_message.Message):
     resume_token: _builtins.bytes
     """Secret of this session, 16 bytes; to be shown as `Hello.previous_token` by the session that replaces it."""
     data_socket: _builtins.str
-    """For `inline`, where the daemon has data sockets: where a data connection may be opened (see OpenData). The path of a Unix socket for clients
+    """For `inline` and `imported`, where the daemon has data sockets: where a data connection may be opened (see OpenData). The path of a Unix socket for clients
     that came over one, a TCP port of the host that the client already speaks to for those that came over TCP. Empty and 0: none.
     """
     data_port: _builtins.int
@@ -1990,7 +1990,7 @@ Global___InlinePages: _TypeAlias = InlinePages  # noqa: Y015
 
 @_typing.final
 class OpenData(_message.Message):
-    """Ask for a data connection, on which pages travel as raw bytes beside the stream (docs/protocol.md). For sessions of the path `inline`."""
+    """Ask for a data connection, on which pages travel as raw bytes beside the stream (docs/protocol.md). For sessions that share no memory of the daemon's."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

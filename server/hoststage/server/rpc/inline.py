@@ -89,12 +89,12 @@ def data_token(connections: Connections, connection: Connection, request_id: int
     """Return the answer to a wish for a data connection. Raises `RequestError`."""
     live = connection.live
     assert live is not None
-    if live.grant.path is not PayloadPath.INLINE:
+    if live.grant.path is PayloadPath.SHM:
         raise RequestError(
             "DATA_PATH",
-            f"the session's pages travel by {live.grant.path.value}",
+            "the session shares memory with the daemon",
             code="FAILED_PRECONDITION",
-            remedy="open data connections on the path inline",
+            remedy="write and read the pages there; data connections are for the paths inline and imported",
         )
     token = connections.tickets.issue("data", live.session_id, connections.now())
     return pb.ServerMessage(request_id=request_id, open_data_reply=pb.OpenDataReply(token=token))

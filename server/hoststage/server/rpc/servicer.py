@@ -198,10 +198,11 @@ class HostStageServicer(pb_grpc.HostStageServicer):
             if live.grant.path is PayloadPath.SHM:
                 welcome.arenas.extend(arena_to_proto(a) for a in live.arenas)
                 welcome.fd_token = self._connections.tickets.issue("fd", live.session_id, now)
-        elif live.grant.path is PayloadPath.INLINE and local:
-            welcome.data_socket = self._options.data_path
-        elif live.grant.path is PayloadPath.INLINE:
-            welcome.data_port = self._options.data_port
+        if live.grant.path is not PayloadPath.SHM:
+            if local:
+                welcome.data_socket = self._options.data_path
+            else:
+                welcome.data_port = self._options.data_port
         return pb.ServerMessage(request_id=request_id, welcome=welcome)
 
     async def _serve(
