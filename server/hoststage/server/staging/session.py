@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -11,7 +10,6 @@ import structlog
 
 from hoststage.core import effects as fx
 from hoststage.core.findings import Grant, Verdict
-from hoststage.core.prefix import Rules, restorable
 from hoststage.core.sessions import SessionCore, SessionState, SpanPart
 from hoststage.core.slots import SlotError
 from hoststage.server.contract import (
@@ -30,10 +28,11 @@ from hoststage.server.contract import (
 from hoststage.server.staging.arenas import PoolArena
 from hoststage.server.staging.imported import ImportedPath
 from hoststage.server.staging.indexes import FEATURE
+from hoststage.server.staging.lookups import Lookups
+from hoststage.server.staging.messages import InlineReply, PagesInMessages
 from hoststage.server.staging.moves import Moves
 from hoststage.server.staging.namespaces import NamespaceMemory
 from hoststage.server.staging.wire_spans import keys_of, parts_of, pool_slots, ranges, reserve_reply
-from hoststage.shm.copy import address_of, copy_bytes
 from hoststage.v1 import ops
 
 if TYPE_CHECKING:
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-InlineReply = Callable[[ops.LoadReady, list[list[memoryview]]], None]
 OwnLoad = Callable[[ops.LoadReady], None]
 Placed = Sequence[ops.U32] | None
 
@@ -82,6 +80,8 @@ class Session:
         self._own_revocations: dict[int, int] = {}
         self._imported = ImportedPath(self, service.executor, service.imported_descriptors)
         self.moves = Moves(self, write, space.arenas)
+        self._lookups = Lookups(core, service.tier, service.engine)
+        self._messages = PagesInMessages(self, write, space.arenas, service.executor)
 
     # -------------------------------------------------------------- facts
 
@@ -143,7 +143,7 @@ class Session:
         try:
             match op:
                 case ops.Lookup():
-                    self._lookup(op, reply)
+                    self._lookups.begin(op, self._keys(op.span), reply)
                 case ops.Load():
                     self._load(op, reply)
                 case ops.Release():
@@ -293,55 +293,6 @@ class Session:
 
     # -------------------------------------------------------------- reading
 
-    def _lookup(self, op: ops.Lookup, reply: Reply) -> None:
-        keys = self._keys(op.span)
-        present = self._tier.presence(self.core.namespace, keys)
-        if self._engine.store is None or _all_there(self.core.namespace.rules, present):
-            reply(self._lookup_reply(op, keys, present))
-            return
-        self._engine.spawn(self._lookup_in_store(op, keys, present, reply))
-
-    async def _lookup_in_store(
-        self, op: ops.Lookup, keys: list[bytes], present: list[list[bytes | None]], reply: Reply
-    ) -> None:
-        store, space = self._engine.store, self.core.namespace
-        assert store is not None
-        end = len(keys)
-        on_host = [i for i, rule in enumerate(space.rules.pools) if rule.on_host]
-        order = sorted(on_host, key=lambda i: i != space.rules.anchor)
-        for place in order:
-            rule, pages = space.rules.pools[place], present[place]
-            missing = [i for i in range(end) if pages[i] is None]
-            if missing:
-                found = await store.exists(space.name, rule.name, [keys[i] for i in missing])
-                for i, commit_id in zip(missing, found, strict=True):
-                    pages[i] = commit_id
-                # A belief that the store contradicts would keep the page from ever being stored again.
-                gone = space.beliefs[place].drop([keys[i] for i in missing if pages[i] is None])
-                self._tier.counters["beliefs_healed", ""] += gone
-            if place == space.rules.anchor and rule.needed(end) == (0, end):
-                # Beyond the anchor's first gap nothing can be restored: no need to ask further.
-                end = next((i for i in range(end) if pages[i] is None), end)
-        self._tier.counters["beliefs_healed", ""] += space.heal(keys[:end], present)
-        if self.core.state is SessionState.ACTIVE:
-            reply(self._lookup_reply(op, keys[:end], [pages[:end] for pages in present]))
-            self._engine.settle()
-
-    def _lookup_reply(
-        self, op: ops.Lookup, keys: list[bytes], present: Sequence[Sequence[bytes | None]]
-    ) -> ops.LookupReply:
-        runs = restorable(self.core.namespace.rules, present)
-        self._tier.counters["lookup", "hit" if runs else "miss"] += 1
-        if not runs or not op.pin_ms:
-            return ops.LookupReply(tuple(runs))
-        until = self._engine.now() + min(op.pin_ms / 1000, self._tier.limits.max_pin_seconds)
-        longest = [(runs[-1][1], runs[-1][1])]
-        for answer in (runs, longest):
-            pin = self._tier.pin(self.core, keys, answer, until)
-            if pin:
-                return ops.LookupReply(tuple(answer), pin)
-        return ops.LookupReply(tuple(runs))
-
     def _load(self, op: ops.Load, reply: Reply) -> None:
         load_id, result = self._begin(op)
         if result is None:
@@ -443,67 +394,13 @@ class Session:
     # -------------------------------------------------------------- inline payload
 
     def inline_load(self, op: ops.Load, reply: InlineReply) -> None:
-        def arrived(message: ops.LoadReady) -> None:
-            pages = [[self._read[entry.pool].view(slot) for slot in entry.slots.tolist()] for entry in message.slots]
-            try:
-                reply(message, pages)
-            finally:
-                if message.last:
-                    self.end_own_load(message.load_id)
-
-        self.begin_own_load(op, arrived)
+        self._messages.load(op, reply)
 
     def inline_store(
         self, span: ops.Span, pages: Sequence[Sequence[bytes | bytearray]], request_id: int, wait_ms: int, reply: Reply
     ) -> None:
         self._check_active()
-        keys = self._keys(span)
-        parts = self._parts(span, keys)
-        for i, (part, given) in enumerate(zip(parts, pages, strict=False)):
-            want = self._write[part.pool].rule.page_bytes
-            wrong = next((len(p) for p in given if len(p) != want), None)
-            if len(given) != part.count or wrong is not None:
-                raise RequestError(
-                    "PAGE_SIZE",
-                    f"range {i}: {len(given)} pages for {part.count}, of {wrong or want} bytes; pages of this pool have {want}",
-                    field=f"pages[{i}]",
-                )
-        if len(pages) != len(parts):
-            raise RequestError("RANGES", f"{len(pages)} lists of pages for {len(parts)} ranges", field="pages")
-
-        def reserved(answer: ops.HotReply) -> None:
-            assert isinstance(answer, ops.ReserveReply)
-            if answer.outcome is not ops.Outcome.ACCEPTED:
-                reply(ops.CommitReply(answer.outcome, detail=answer.detail))
-                return
-            # Before anything else can happen: until the copy has ended the arenas stay, even if the session ends now.
-            self.copy_began()
-            self._engine.spawn(self._inline_copy(span, pages, answer.slots, request_id, reply))
-
-        self.submit(ops.Reserve(span, wait_ms), request_id, reserved)
-
-    async def _inline_copy(
-        self,
-        span: ops.Span,
-        pages: Sequence[Sequence[bytes | bytearray]],
-        slots: tuple[ops.PoolSlots, ...],
-        request_id: int,
-        reply: Reply,
-    ) -> None:
-        try:
-            todo = []
-            for entry, given in zip(slots, pages, strict=True):
-                arena = self._write[entry.pool]
-                todo += [
-                    (arena.address(slot), page)
-                    for slot, page in zip(entry.slots.tolist(), given, strict=True)
-                    if slot != ops.NO_SLOT
-                ]
-            await asyncio.get_running_loop().run_in_executor(self._service.executor, _copy_in, todo)
-        finally:
-            self.copy_ended()
-        if self.core.state is SessionState.ACTIVE:
-            self.commit_filled(span, slots, request_id, reply)
+        self._messages.store(span, self._parts(span, self._keys(span)), pages, request_id, wait_ms, reply)
 
     def commit_filled(self, span: ops.Span, slots: tuple[ops.PoolSlots, ...], request_id: int, reply: Reply) -> None:
         """Commit slots that the daemon has filled itself. Raises `RequestError` where the session is over."""
@@ -556,14 +453,3 @@ class Session:
     async def budget(self) -> BudgetFacts:
         self._check_active()
         return await self._service.leases.budget()
-
-
-def _all_there(rules: Rules, present: Sequence[Sequence[bytes | None]]) -> bool:
-    return all(
-        page is not None for rule, pages in zip(rules.pools, present, strict=True) if rule.on_host for page in pages
-    )
-
-
-def _copy_in(todo: Sequence[tuple[int, bytes | bytearray]]) -> None:
-    for address, page in todo:
-        copy_bytes(address, address_of(page).address, len(page))
