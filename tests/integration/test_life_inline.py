@@ -8,7 +8,7 @@ import pytest
 
 from hoststage.core.sessions import SessionLimits
 from hoststage.server.contract import RequestError, RevokedLeases, SessionRequest
-from hoststage.server.staging import session as staging_session
+from hoststage.server.staging import messages as staging_messages
 from hoststage.v1 import ops
 from tests.integration.test_service import PAGE, Inbox, keys_of, service, span, stack
 
@@ -16,14 +16,14 @@ __all__ = ["service"]
 
 
 async def test_memory_outlasts_a_copy_into_it_though_its_session_ends(service, monkeypatch):
-    began, go_on, copy = threading.Event(), threading.Event(), staging_session._copy_in
+    began, go_on, copy = threading.Event(), threading.Event(), staging_messages._copy_in
 
     def slow_copy(todo):
         began.set()
         assert go_on.wait(10)
         copy(todo)
 
-    monkeypatch.setattr(staging_session, "_copy_in", slow_copy)
+    monkeypatch.setattr(staging_messages, "_copy_in", slow_copy)
     session = await service.open(SessionRequest(stack()), Inbox())
     arena = session._write[0].arena
     session.inline_store(span(keys_of(3), (0, 0, 3)), [[os.urandom(PAGE)] * 3], 1, 0, lambda _: None)
