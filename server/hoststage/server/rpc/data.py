@@ -60,10 +60,10 @@ class DataConnection:
         return self._connection.live.moves
 
     def start(self) -> None:
-        """Serve it from now on."""
+        """Serve it from now on. Raises `RuntimeError` where the system gives no thread."""
+        self._thread.start()
         self._connection.data.add(self)
         self._connections.metrics.data += 1
-        self._thread.start()
 
     def close(self) -> None:
         """End it. What its thread waits for or does is cut short; `ended` is set once the thread uses nothing any more."""

@@ -117,11 +117,11 @@ class DataServer:
         try:
             bulk.prepare(sock)
             made = DataConnection(self._connections, connection, sock, request_id, self._max_message)
+            made.start()
         except BaseException:
             sock.close()
             raise
         self._open = {c for c in self._open if not c.ended.is_set()} | {made}
-        made.start()
 
     async def stop(self) -> None:
         """End every connection and wait until no thread uses a session's memory any more."""
