@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,22 +28,6 @@ from tests.integration.daemon import Daemon, eventually  # noqa: E402
 
 PAGES = 150
 """More than one of SGLang's batches of 128."""
-
-
-@pytest.fixture(scope="module")
-def node() -> Iterator[Daemon]:
-    with tempfile.TemporaryDirectory(prefix="hs") as folder:
-        daemon = Daemon(Path(folder), budget="512MiB").start()
-        yield daemon
-        daemon.kill()
-
-
-@pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("gloo") / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield torch.distributed.group.WORLD
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

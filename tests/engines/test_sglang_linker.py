@@ -30,22 +30,6 @@ from tests.engines import linker_support as ls  # noqa: E402
 from tests.integration.daemon import ROOT, Daemon, environment, eventually  # noqa: E402
 
 
-@pytest.fixture(scope="module")
-def node() -> Iterator[Daemon]:
-    with tempfile.TemporaryDirectory(prefix="hs") as folder:
-        daemon = Daemon(Path(folder), budget="512MiB").start()
-        yield daemon
-        daemon.kill()
-
-
-@pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("gloo") / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield torch.distributed.group.WORLD
-    torch.distributed.destroy_process_group()
-
-
 @pytest.fixture
 def engines(group: Any) -> Iterator[Callable[..., ls.LinkedEngine]]:
     opened: list[ls.LinkedEngine] = []

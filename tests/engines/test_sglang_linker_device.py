@@ -6,10 +6,7 @@ What is shown is that every byte goes its way through rectangles, movers and eve
 from __future__ import annotations
 
 import ctypes
-import tempfile
-from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,22 +81,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(linkload, "get_device_module", lambda: module)
     monkeypatch.setattr(linker, "copies_for", devicecopy.CudaCopies)
     return played
-
-
-@pytest.fixture(scope="module")
-def node() -> Iterator[Daemon]:
-    with tempfile.TemporaryDirectory(prefix="hs") as folder:
-        daemon = Daemon(Path(folder), budget="256MiB").start()
-        yield daemon
-        daemon.kill()
-
-
-@pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("gloo") / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield torch.distributed.group.WORLD
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("kind", ["mha", "mamba_swa", "dsv4_swa"])

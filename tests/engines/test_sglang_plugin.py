@@ -35,14 +35,6 @@ MODELS = ROOT / "tests" / "fixtures" / "models"
 
 
 @pytest.fixture(scope="module")
-def node() -> Iterator[Daemon]:
-    with tempfile.TemporaryDirectory(prefix="hs") as folder:
-        daemon = Daemon(Path(folder), budget="512MiB").start()
-        yield daemon
-        daemon.kill()
-
-
-@pytest.fixture(scope="module")
 def storeless() -> Iterator[Daemon]:
     with tempfile.TemporaryDirectory(prefix="hs") as folder:
         daemon = Daemon(Path(folder), budget="512MiB", store="none").start()

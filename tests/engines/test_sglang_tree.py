@@ -7,11 +7,9 @@ them. Replaced, because they need a GPU: the two copies between device and host 
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,22 +52,6 @@ PAGES = 10
 WINDOW = 3 * sg.PAGE
 SLOTS = 32 * sg.PAGE
 MODEL = ROOT / "tests" / "fixtures" / "models" / "llama-3.1-8b"
-
-
-@pytest.fixture(scope="module")
-def node() -> Iterator[Daemon]:
-    with tempfile.TemporaryDirectory(prefix="hs") as folder:
-        daemon = Daemon(Path(folder), budget="512MiB").start()
-        yield daemon
-        daemon.kill()
-
-
-@pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("gloo") / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield torch.distributed.group.WORLD
-    torch.distributed.destroy_process_group()
 
 
 def _to_host(host: Any, device: Any, host_ids: Any, device_ids: Any, _io: str) -> None:
