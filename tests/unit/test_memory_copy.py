@@ -56,6 +56,44 @@ def test_adjacent_pages_are_copied_as_one():
     _copied(dst, src, offsets, offsets, 4096)
 
 
+@pytest.mark.parametrize(("pages", "page"), [(1, 9 << 20), (5, (3 << 20) + 5000), (700, 16 << 10), (2, 1 << 20)])
+@pytest.mark.parametrize("scattered", [False, True])
+def test_threads_that_share_a_copy_bring_every_byte_and_touch_nothing_else(pages, page, scattered):
+    gap = 4096 if scattered else 0
+    source = np.random.default_rng(pages).integers(0, 256, pages * (page + gap), dtype=np.uint8)
+    target = np.zeros(pages * (page + gap) + 64, dtype=np.uint8)
+    places = np.arange(pages, dtype=np.int64) * (page + gap)
+    to = places[::-1].copy() if scattered else places
+    done = copy_pages(target.ctypes.data, to, source.ctypes.data, places, page, threads=3)
+    assert done == pages * page
+    expected = np.zeros_like(target)
+    for a, b in zip(to.tolist(), places.tolist(), strict=True):
+        expected[a : a + page] = source[b : b + page]
+    assert np.array_equal(target, expected)
+
+
+def test_a_shared_copy_of_an_unmapped_page_is_an_error_and_no_crash():
+    source = np.ones(16 << 20, dtype=np.uint8)
+    target = np.zeros(16 << 20, dtype=np.uint8)
+    places = np.arange(1024, dtype=np.int64) * 16384
+    wrong = places + source.ctypes.data
+    wrong[700] = 4096
+    with pytest.raises(OSError):
+        copy_pages(target.ctypes.data, places, 0, wrong, 16384, threads=4)
+
+
+def test_a_forked_child_shares_copies_with_threads_of_its_own():
+    source, target = np.ones(8 << 20, dtype=np.uint8), np.zeros(8 << 20, dtype=np.uint8)
+    place = np.zeros(1, dtype=np.int64)
+    copy_pages(target.ctypes.data, place, source.ctypes.data, place, source.nbytes, threads=2)
+    child = os.fork()
+    if not child:
+        target[:] = 0
+        copy_pages(target.ctypes.data, place, source.ctypes.data, place, source.nbytes, threads=2)
+        os._exit(0 if target.all() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_no_pages_copy_nothing():
     empty = np.array([], dtype=np.int64)
     assert copy_pages(0, empty, 0, empty, 4096) == 0

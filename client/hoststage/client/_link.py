@@ -43,6 +43,7 @@ class Options:
     token: str = ""
     timeout: float = 30.0
     credits: int = 0
+    copy_threads: int = 1
     register: str = "auto"
 
     def hello(self, previous: Previous) -> pb.Hello:

@@ -150,9 +150,11 @@ def _serve_oneself(
 
 
 def _targets(core: Core, into: Mapping[str, Rows] | None) -> dict[int, PageRows]:
-    stack = core.options.stack
+    stack, threads = core.options.stack, core.options.copy_threads
     return {
-        stack.index_of(name): PageRows(given, name, stack.pools[stack.index_of(name)].page_bytes, writable=True)
+        stack.index_of(name): PageRows(
+            given, name, stack.pools[stack.index_of(name)].page_bytes, writable=True, threads=threads
+        )
         for name, given in (into or {}).items()
     }
 

@@ -27,6 +27,7 @@ Mover: TypeAlias = Callable[[Offsets, Offsets, Offsets], object]
 
 PACKED_KEY_BYTES = 32
 _FEW = 2
+_LARGE = 2 << 20
 MAX_KEY_BYTES = 64
 
 
@@ -111,11 +112,12 @@ class ScatteredPages:
 
 
 class PageRows:
-    """Rows of one pool, addressed. Keeps the caller's memory alive as long as it is used."""
+    """Rows of one pool, addressed. Keeps the caller's memory alive as long as it is used. `threads`: how many may share a large copy."""
 
-    def __init__(self, rows: Rows, pool: str, page_bytes: int, *, writable: bool) -> None:
+    def __init__(self, rows: Rows, pool: str, page_bytes: int, *, writable: bool, threads: int = 1) -> None:
         self._keep = rows
         self._page_bytes = page_bytes
+        self._threads = threads
         self._addresses: Offsets | None = None
         self._tensors: list[Any] = []
         self._scattered: ScatteredPages | None = None
@@ -192,7 +194,7 @@ class PageRows:
         self._copy(first, arena, slots, to_arena=False, pieces=pieces)
 
     def _copy(self, first: int, arena: Arena, slots: U32, *, to_arena: bool, pieces: slice = slice(None)) -> None:
-        if self._addresses is not None and len(slots) <= _FEW:
+        if self._addresses is not None and len(slots) <= _FEW and (self._threads == 1 or self._page_bytes < _LARGE):
             self._copy_few(first, arena, slots, to_arena=to_arena)
             return
         wanted = np.flatnonzero(slots != NO_SLOT)
@@ -212,7 +214,7 @@ class PageRows:
         if self._scattered is not None and self._scattered.mover is not None:
             self._scattered.mover(to, source, np.asarray(lengths))
         else:
-            copy_pages(0, to, 0, source, lengths)
+            copy_pages(0, to, 0, source, lengths, threads=self._threads)
         del guard
 
     def _copy_few(self, first: int, arena: Arena, slots: U32, *, to_arena: bool) -> None:

@@ -52,7 +52,9 @@ def store(
     counts: dict[str, int] = {}
     for name, given in pages.items():
         place = stack.index_of(name)
-        rows[place] = PageRows(given, name, stack.pools[place].page_bytes, writable=False)
+        rows[place] = PageRows(
+            given, name, stack.pools[place].page_bytes, writable=False, threads=core.options.copy_threads
+        )
         counts[name] = rows[place].count
     ranges = ranges_of(core, len(run), counts, first)
     link = core.ready(deadline)

@@ -39,6 +39,7 @@ async def connect(
     token: str = "",
     timeout: float = 30.0,
     credits: int = 0,
+    copy_threads: int = 1,
     register: str = "auto",
 ) -> Session:
     """Open a session; the arguments and errors are those of `hoststage.client.connect`."""
@@ -51,6 +52,7 @@ async def connect(
         token=token,
         timeout=timeout,
         credits=credits,
+        copy_threads=copy_threads,
         register=register,
     )
     return Session(opened)

@@ -26,6 +26,7 @@ from hoststage.client._wire import Message
 from hoststage.client.errors import StackError
 from hoststage.client.stack import StackSpec
 from hoststage.client.verdict import Finding, Grant, Verdict, findings_from
+from hoststage.shm.copy import MOST_THREADS
 from hoststage.v1 import hoststage_pb2 as pb
 from hoststage.v1 import hoststage_pb2_grpc
 
@@ -55,6 +56,7 @@ def connect(
     token: str = "",
     timeout: float = 30.0,
     credits: int = 0,
+    copy_threads: int = 1,
     register: str = "auto",
     on_push: Callable[[Message], None] | None = None,
 ) -> Session:
@@ -62,7 +64,8 @@ def connect(
 
     address: `unix:///path` or `host:port`; by default `$HOSTSTAGE_ADDRESS`, else the default socket. worker, client: names for operators. token:
     bearer token, where the daemon demands one; by default `$HOSTSTAGE_TOKEN`. timeout: seconds, of the handshake and of every call that names none. credits: write
-    slots per pool to be granted ahead, which spares a store its reservation. register: "auto" registers the mapped memory with CUDA where torch
+    slots per pool to be granted ahead, which spares a store its reservation. copy_threads: threads that share a copy between the caller's memory and the arenas, 2 MiB or more each:
+    faster where cores are idle, slower in a process whose other threads keep Python busy. register: "auto" registers the mapped memory with CUDA where torch
     is loaded and sees a device, "require" raises `RegistrationFailed` where it cannot, "never" leaves it. on_push: called with every message that the daemon
     pushes, in the thread that reads; it must not block.
 
@@ -72,6 +75,8 @@ def connect(
     """
     if register not in ("auto", "never", "require"):
         raise StackError("register", register, 'pass "auto", "never" or "require"')
+    if not 1 <= copy_threads <= MOST_THREADS:
+        raise StackError("copy_threads", copy_threads, f"pass 1 to {MOST_THREADS}")
     if timeout <= 0:
         raise StackError("timeout", timeout, "pass seconds greater than 0")
     options = Options(
@@ -82,6 +87,7 @@ def connect(
         token or os.environ.get("HOSTSTAGE_TOKEN", ""),
         timeout,
         max(0, credits),
+        copy_threads,
         register,
     )
     return Session(Core(options, on_push))

@@ -18,6 +18,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
+import itertools
+import os
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -32,6 +36,9 @@ _IOV_MAX = 1024
 _BATCH_BYTES = 1 << 30  # below the kernel's 2 GiB bound on one transfer, which would cut it short
 _LARGE_RUN_BYTES = 8 << 20
 _TINY_BYTES = 32 << 10
+_SHARE_BYTES = 2 << 20
+MOST_THREADS = 4
+"""More than a few threads gain nothing: they share the memory's bandwidth."""
 
 # For a few microseconds of work, keeping the GIL is kinder to everyone than handing it over.
 _tiny_memmove = ctypes.PyDLL(None).memmove
@@ -89,7 +96,15 @@ def copy_bytes(dst_address: int, src_address: int, nbytes: int) -> None:
         libc.memmove(dst_address, src_address, nbytes)
 
 
-def copy_pages(dst_base: int, dst_offsets: Offsets, src_base: int, src_offsets: Offsets, lengths: Offsets | int) -> int:
+def copy_pages(
+    dst_base: int,
+    dst_offsets: Offsets,
+    src_base: int,
+    src_offsets: Offsets,
+    lengths: Offsets | int,
+    *,
+    threads: int = 1,
+) -> int:
     """Copies many pages between two ranges and returns the bytes copied.
 
     :param dst_base: address of the destination range.
@@ -97,6 +112,7 @@ def copy_pages(dst_base: int, dst_offsets: Offsets, src_base: int, src_offsets: 
     :param src_base: address of the source range.
     :param src_offsets: ``int64[n]``, byte offset of each page in the source.
     :param lengths: ``int64[n]`` bytes of each page, or one number for all.
+    :param threads: how many threads may share the work, the caller's among them; each gets 2 MiB at least.
     :raises ValueError: when the arrays differ in length or hold a negative number.
     :raises OSError: ``EFAULT`` when a range is not mapped.
 
@@ -108,12 +124,52 @@ def copy_pages(dst_base: int, dst_offsets: Offsets, src_base: int, src_offsets: 
         return 0
     dst = dst + dst_base
     src = src + src_base
+    shares = min(threads, total // _SHARE_BYTES)
+    if shares > 1:
+        _copy_shared(dst, src, size, shares)
+    else:
+        _copy_runs(dst, src, size)
+    return total
+
+
+def _copy_runs(dst: Offsets, src: Offsets, size: Offsets) -> None:
+    total = int(size.sum())
     many = size.size > 1 and total > _TINY_BYTES
     if not many or total // size.size >= _LARGE_RUN_BYTES or not _copy_batched(dst, src, size):
         move = libc.memmove if total > _TINY_BYTES else _tiny_memmove
         for to, origin, nbytes in zip(dst.tolist(), src.tolist(), size.tolist(), strict=True):
             move(to, origin, nbytes)
-    return total
+
+
+def _copy_shared(dst: Offsets, src: Offsets, size: Offsets, shares: int) -> None:
+    """Copies in several threads at once. Returns, or raises, only when none of them touches the memory any more."""
+    ends = np.cumsum(size)
+    cuts = np.arange(1, shares) * (int(ends[-1]) // shares) // libc.PAGE_BYTES * libc.PAGE_BYTES
+    # A run that a cut falls into becomes two.
+    starts = np.union1d(np.concatenate(([0], ends[:-1])), cuts)
+    run = np.searchsorted(ends, starts, side="right")
+    within = starts - (ends - size)[run]
+    dst, src, size = dst[run] + within, src[run] + within, np.diff(np.append(starts, ends[-1]))
+    bounds = [0, *np.searchsorted(starts, cuts).tolist(), len(starts)]
+    parts = [(dst[a:b], src[a:b], size[a:b]) for a, b in itertools.pairwise(bounds)]
+    helpers: list[Future[None]] = []
+    try:
+        for part in parts[1:]:
+            helpers.append(_helpers().submit(_copy_runs, *part))
+        _copy_runs(*parts[0])
+    finally:
+        wait(helpers)
+    for helper in helpers:
+        helper.result()
+
+
+@functools.cache
+def _helpers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="hoststage-copy")
+
+
+# The threads do not come along into a child.
+os.register_at_fork(after_in_child=_helpers.cache_clear)
 
 
 def _address_of_tensor(tensor: Any) -> BufferAddress:

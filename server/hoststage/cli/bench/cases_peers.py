@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import partial
 
@@ -11,10 +12,13 @@ from hoststage.cli.bench.peers.redis import RedisPeer
 from hoststage.cli.bench.product import Stores
 from hoststage.cli.bench.rig import MIB, Call, Rig, cycle, in_turns, product, ratio
 from hoststage.cli.bench.rows import Kind, Shape, at_least, measured
+from hoststage.shm.copy import MOST_THREADS
 
 SHAPES = ((1 * MIB, 1, 2.5), (4 * MIB, 1, 1.5), (1 * MIB, 32, 1.5), (4 * MIB, 16, 1.5))
 """Bytes of a page, pages of a call, and how many times faster than the best peer the product must be."""
 VIEWS_FACTOR = 5.0
+THREADS = min(MOST_THREADS, os.cpu_count() or 1)
+"""Threads that share a large copy of the product's client. Peers are left as they come."""
 
 
 def peers(rig: Rig) -> None:
@@ -49,14 +53,14 @@ def _beside(rig: Rig, case: str, shape: Shape, bound: float, found: list[Peer]) 
     storing = shape.but(mode="buffer_only", store="memory:")
     with (
         rig.daemon(storing.store, budget=2 << 30, store_limit=512 * MIB) as node,
-        rig.client(node, storing, write=4 * shape.batch, credits=2 * shape.batch) as client,
+        rig.client(node, storing, write=4 * shape.batch, credits=2 * shape.batch, copy_threads=THREADS) as client,
     ):
         store = Stores(client)
         stores = in_turns({"store": store, **{p.name: partial(p.store, *size) for p in found}}, rounds, calls)
     with (
         rig.daemon(shape.store, budget=2 << 30) as node,
         # Room for three runs beside the one that is being published: what is loaded stays resident.
-        rig.client(node, shape, write=2 * shape.batch, read=6 * shape.batch) as client,
+        rig.client(node, shape, write=2 * shape.batch, read=6 * shape.batch, copy_threads=THREADS) as client,
     ):
         runs = cycle(client.fill(2))
         ours: dict[str, Call] = {"load": lambda: client.load(runs()), "views": lambda: client.views(runs())}

@@ -83,7 +83,7 @@ def slots_for(shape: Shape, write_pages: int, read_pages: int) -> int:
     return max(8 * min(write_pages, depth), read_pages + depth) + 8
 
 
-def open_session(address: str, shape: Shape, tag: str, slots: int, credits: int = 0) -> Session:
+def open_session(address: str, shape: Shape, tag: str, slots: int, credits: int = 0, copy_threads: int = 1) -> Session:
     """Open a session of that shape. Raises `BenchError` where another path was granted."""
     session = connect(
         address,
@@ -92,6 +92,7 @@ def open_session(address: str, shape: Shape, tag: str, slots: int, credits: int 
         client="hoststage bench",
         timeout=CALL_SECONDS,
         credits=credits,
+        copy_threads=copy_threads,
     )
     if session.grant.path.value != shape.path:
         session.close()

@@ -70,10 +70,14 @@ class Rig:
             yield node
 
     @contextlib.contextmanager
-    def client(self, node: Node, shape: Shape, *, write: int, read: int = 0, credits: int = 0) -> Iterator[Client]:
+    def client(
+        self, node: Node, shape: Shape, *, write: int, read: int = 0, credits: int = 0, copy_threads: int = 1
+    ) -> Iterator[Client]:
         """Yield a client in a namespace of its own. write, read: pages that each side of every pool must have room for."""
         asked = slots_for(shape, write, read)
-        with Client(open_session(node.address, shape, uuid.uuid4().hex[:12], asked, credits), shape) as client:
+        with Client(
+            open_session(node.address, shape, uuid.uuid4().hex[:12], asked, credits, copy_threads), shape
+        ) as client:
             yield client
 
     def shape(self, **values: object) -> Shape:
