@@ -9,6 +9,7 @@ import sys
 import time
 
 import grpc
+import numpy as np
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
@@ -20,6 +21,8 @@ from hoststage.v1 import stack_pb2 as spb
 from tests.integration import wire
 from tests.integration.daemon import ROOT, Daemon, environment, eventually
 from tests.integration.wire import PAGE, Lane, Wire, ask_fds, connect, hello, keys_of, map_arenas, span
+
+NONE = np.zeros(0, dtype=np.uint32)
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +204,61 @@ def test_a_few_bytes_cannot_announce_pages_without_end(inline):
     assert reason_of(inline.ask(3, inline_store=pb.InlineStore(span=twice))) == "RANGES"
     much = pb.Load(span=span(keys_of(4), ()), prefix=0xFFFFFFFF)
     assert reason_of(inline.ask(4, inline_load=pb.InlineLoad(load=much))) == "RANGES"
+
+
+def listing(**body):
+    """A message that lists more than one may."""
+    return pb.ClientMessage(request_id=9, **body)
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (
+            listing(lookup=pb.Lookup(span=pb.Span(keys=b"k", key_bytes=1, ranges=[pb.PoolRange()] * 70_000))),
+            "lookup.span.ranges",
+        ),
+        (
+            listing(abort=pb.Abort(slots=[pb.PoolSlots(slots=[1] * 600_000, generations=[1] * 600_000)])),
+            "abort.slots.generations",
+        ),
+        (listing(inline_store=pb.InlineStore(pages=[pb.InlinePage()] * 70_000)), "inline_store.pages"),
+        (listing(touch=pb.Touch(slots=[pb.PoolSlots(slots=[1] * 140_000)])), "touch.slots"),
+        (listing(release=pb.Release(load_ids=range(70_000))), "release"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.WhichOneof("body"),
+)
+def test_a_message_that_lists_without_end_is_refused_before_anybody_waits_for_it(inline, message, field):
+    inline.send(message)
+    refused = inline.answer(9).error.status
+    info = error_details_pb2.ErrorInfo()
+    assert refused.details[0].Unpack(info)
+    assert info.reason == "TOO_MANY_ENTRIES"
+    assert f"{field} brings the entries" in refused.message
+    assert inline.ask(10, ping=pb.Ping(payload=b"x")).pong.payload == b"x"
+
+
+def test_a_store_of_which_a_part_lists_too_much_is_dropped_and_charged_no_more(inline):
+    first = pb.InlineStore(span=span(keys_of(2)), pages=[pb.InlinePage(data=bytes(PAGE))])
+    inline.send(pb.ClientMessage(request_id=9, inline_store=first))
+    inline.send(listing(inline_store=pb.InlineStore(pages=[pb.InlinePage()] * 70_000)))
+    assert inline.answer(9).error.status.message
+    # The number is free again, and the whole store can be sent anew.
+    whole = [pb.InlinePage(page=i, data=bytes(PAGE)) for i in range(2)]
+    stored = inline.ask(9, inline_store=pb.InlineStore(span=span(keys_of(2)), pages=whole, last=True))
+    assert stored.commit_reply.outcome == pb.OUTCOME_ACCEPTED, stored
+
+
+@pytest.mark.parametrize("field", ["stack.modes", "stack.paths", "features"])
+def test_a_hello_that_lists_without_end_is_refused(daemon, field):
+    greeting = hello()
+    entry = {"stack.modes": spb.ModeWish(mode=spb.MODE_CACHE), "stack.paths": spb.PAYLOAD_PATH_SHM, "features": "x"}
+    holder = greeting if field == "features" else greeting.stack
+    getattr(holder, field.rpartition(".")[2]).extend([entry[field]] * 300)
+    address = daemon.address.replace("unix://", "unix:")
+    with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as refused:
+        pb_grpc.HostStageStub(channel).Negotiate(pb.NegotiateRequest(hello=greeting), timeout=10)
+    assert f"{field} has 30" in refused.value.details()
 
 
 def test_inline_pages_come_back_as_they_went_though_sent_in_parts(inline):
@@ -424,8 +482,20 @@ def test_an_unattached_lane_that_misbehaves_is_closed(client, daemon, data):
         lane.frame(200, 1, b"what"),
         lane.HEADER.pack(0xFFFFFFFF, lane.Op.LOOKUP, 0, 0, 1),
         lane.encode(ops.Lookup(ops.Span(b"k" * 16, 16)), 1)[:-1],
+        lane.encode(ops.Lookup(ops.Span(b"k" * 16, 16, (ops.PoolRange(0, 0, 1),) * 1025)), 1),
+        lane.encode(ops.Commit(ops.Span(b"k" * 16, 16), (ops.PoolSlots(0, NONE, NONE),) * 1025), 1),
+        lane.encode(ops.Release(tuple(range(1, 65_538))), 1),
     ],
-    ids=["short body", "answer as request", "unknown operation", "huge body", "half a frame, then gone"],
+    ids=[
+        "short body",
+        "answer as request",
+        "unknown operation",
+        "huge body",
+        "half a frame, then gone",
+        "ranges without end",
+        "lists of slots without end",
+        "a release without end",
+    ],
 )
 def test_a_malformed_frame_closes_the_lane_and_quarantines_its_session_alone(client, daemon, data):
     map_arenas(client.welcome)

@@ -50,6 +50,11 @@ _STORED = struct.Struct("<16sQIB")
 _RELEASE = struct.Struct("<II")
 _NO_COMMIT = bytes(16)
 
+MAX_RANGES: Final = 1024
+"""Ranges of one span, and lists of slots of one commit. A stack has far fewer pools; unbounded, one frame could name millions."""
+MAX_RELEASED: Final = 1 << 16
+"""Loads and pins that one release names."""
+
 
 class Op(IntEnum):
     """Operation of a frame."""
@@ -130,6 +135,8 @@ class _Cursor:
 
     def span(self) -> Span:
         key_bytes, n_ranges, parent_len, _, n_keys = self.unpack(_SPAN)
+        if n_ranges > MAX_RANGES:
+            raise FrameError(f"a span of {n_ranges} ranges; at most {MAX_RANGES} are allowed")
         keys = self.take(n_keys * key_bytes)
         parent = self.take(parent_len)
         return Span(keys, key_bytes, tuple(PoolRange(*self.unpack(_RANGE)) for _ in range(n_ranges)), parent)
@@ -140,6 +147,8 @@ class _Cursor:
 
     def slots(self) -> tuple[PoolSlots, ...]:
         (n,) = self.unpack(_U32)
+        if n > MAX_RANGES:
+            raise FrameError(f"{n} lists of slots; at most {MAX_RANGES} are allowed")
         out = []
         for _ in range(n):
             pool, count = self.unpack(_POOL_SLOTS)
@@ -253,6 +262,8 @@ def _put_release(m: Release) -> bytes:
 
 def _get_release(c: _Cursor) -> Release:
     n_loads, n_pins = c.unpack(_RELEASE)
+    if n_loads + n_pins > MAX_RELEASED:
+        raise FrameError(f"a release of {n_loads} loads and {n_pins} pins; at most {MAX_RELEASED} are allowed")
     if (n_loads + n_pins) * 8 > len(c.body):
         raise FrameError(f"{n_loads} loads and {n_pins} pins do not fit a body of {len(c.body)} bytes")
     ids = struct.unpack(f"<{n_loads + n_pins}Q", c.take((n_loads + n_pins) * 8))

@@ -20,6 +20,10 @@ E = TypeVar("E", bound=Enum)
 
 MAX_POOLS = 32
 MAX_TEXT = 512
+MAX_LISTED = 256
+"""Entries of a list of wishes, paths or features."""
+MAX_PIECES = 1 << 16
+"""Pieces of one page."""
 
 _KIND = {
     spb.POOL_KIND_KV: core.PoolKind.KV,
@@ -108,6 +112,16 @@ def _text(value: str, field: str) -> str:
     return value
 
 
+def _listed(count: int, most: int, field: str) -> None:
+    if count > most:
+        raise RequestError(
+            "TOO_MANY_ENTRIES",
+            f"{field} has {count} entries, at most {most} are allowed",
+            field=field,
+            remedy="name each once",
+        )
+
+
 def _policy(kind: core.PoolKind) -> core.HitPolicy:
     trailing = kind in (core.PoolKind.SWA, core.PoolKind.MAMBA)
     return core.HitPolicy.TRAILING_PAGES if trailing else core.HitPolicy.ALL_PAGES
@@ -115,6 +129,7 @@ def _policy(kind: core.PoolKind) -> core.HitPolicy:
 
 def _pool(m: spb.Pool, at: str) -> core.Pool:
     kind = _strict(_KIND, m.kind, f"{at}.kind")
+    _listed(len(m.pieces), MAX_PIECES, f"{at}.pieces")
     return core.Pool(
         name=_text(m.name, f"{at}.name"),
         kind=kind,
@@ -170,6 +185,8 @@ def stack_from_proto(m: spb.Stack) -> core.Stack:
         raise RequestError(
             "POOL_GEOMETRY", f"the stack has {len(m.pools)} pools, must have 1 to {MAX_POOLS}", field="stack.pools"
         )
+    _listed(len(m.modes), MAX_LISTED, "stack.modes")
+    _listed(len(m.paths), MAX_LISTED, "stack.paths")
     if not m.identity.model:
         raise RequestError("IDENTITY", "the model has no name", field="stack.identity.model", remedy="name the model")
     modes = tuple(
@@ -206,6 +223,7 @@ def request_from_proto(m: pb.Hello) -> SessionRequest:
         raise RequestError(
             "PROTOCOL", f"protocol_min {m.protocol_min} exceeds protocol_max {m.protocol_max}", field="protocol_min"
         )
+    _listed(len(m.features), MAX_LISTED, "features")
     return SessionRequest(
         stack=stack_from_proto(m.stack),
         client=_text(m.client, "client"),

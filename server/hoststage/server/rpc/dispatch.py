@@ -11,7 +11,7 @@ from typing import Any
 import structlog
 
 from hoststage.server.contract import ArenaDescriptor, HoldKey, LiveSession, RequestError
-from hoststage.server.rpc import imported, inline, status
+from hoststage.server.rpc import bounds, imported, inline, status
 from hoststage.server.rpc.connections import Connection, Connections
 from hoststage.server.rpc.convert_stack import arena_kind_to_proto, arena_to_proto
 from hoststage.server.telemetry.wire import Road
@@ -87,11 +87,19 @@ class Dispatcher:
         try:
             if name not in _UNANSWERED and not part_of_known:
                 self._admit(request_id, name)
+            self._check(message)
             self._route(name, message, request_id)
         except RequestError as error:
             self._fail(request_id, error, keep=error.reason == "REQUEST_ID")
         except Exception as error:
             self._fail(request_id, fault(self._connection.session, error))
+
+    def _check(self, message: pb.ClientMessage) -> None:
+        try:
+            bounds.check(message)
+        except RequestError:
+            inline.abandon(self._connection, message.request_id)
+            raise
 
     def _admit(self, request_id: int, name: str) -> None:
         if request_id == 0 or request_id in self._open:

@@ -103,6 +103,13 @@ def data_token(connections: Connections, connection: Connection, request_id: int
 # ------------------------------------------------------------------ storing
 
 
+def abandon(connection: Connection, request_id: int) -> None:
+    """A part of a store was refused: what had come of it is dropped."""
+    assembly = connection.inline_parts.pop(request_id, None)
+    if assembly is not None:
+        assembly.charge.settle()
+
+
 def assemble(connections: Connections, connection: Connection, request_id: int, m: pb.InlineStore) -> Assembly | None:
     """Take one part of a store; return the whole once the last one is here.
 
