@@ -63,6 +63,24 @@ def test_many_keys_are_found_in_one_batch():
     assert reader.find(b"".join(keys[100:4196]), 32) is None
 
 
+def test_many_keys_are_found_wherever_they_lie():
+    slots = 3000
+    writer, reader = made(slots)
+    keys = [key(n * 7919) for n in range(slots)]
+    order = np.random.default_rng(1).permutation(slots)
+    # A stretch in order, as a batch leaves it, amid what lies anywhere.
+    order[500:600] = np.sort(order[500:600])
+    for each, slot in zip(keys, order.tolist(), strict=True):
+        writer.put(each, slot)
+    for first, count in ((0, 3000), (480, 200), (17, 9)):
+        found = reader.find(b"".join(keys[first : first + count]), 32)
+        assert found is not None
+        assert np.array_equal(found[0], order[first : first + count])
+        assert reader.stands(found)
+    writer.drop(int(order[2999]))
+    assert reader.find(b"".join(keys), 32) is None
+
+
 def test_a_page_that_left_and_came_back_does_not_stand_any_more():
     writer, reader = made()
     writer.put(key(1), 3)

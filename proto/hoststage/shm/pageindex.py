@@ -228,24 +228,43 @@ class PageIndex:
         n = len(packed) // key_bytes
         padded = np.zeros((n, KEY_BYTES), dtype=np.uint8)
         padded[:, :key_bytes] = np.frombuffer(packed, dtype=np.uint8).reshape(n, key_bytes)
-        keys = padded.view(np.uint32)
-        at = _homes(padded.view(np.uint64))
-        slots, versions = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.uint32)
-        todo = np.arange(n)
+        keys, lanes = padded.view(np.uint32), padded.view(np.uint64)
+        first = self._few(packed[:key_bytes], key_bytes)
+        if first is None:
+            return None
+        # What was stored together mostly lies together: no search, and memory is read in order.
+        slots = np.minimum(np.arange(first[0][0], first[0][0] + n), self._layout.slots - 1)
+        same, versions = self._matches(slots, keys, key_bytes)
+        todo = np.flatnonzero(~same)
+        at = _homes(lanes[todo])
         for _ in range(_REACH):
+            if len(todo) <= _FEW:
+                return self._finish(packed, key_bytes, todo, slots, versions)
             value = self._table[at & self._layout.mask].astype(np.int64)
             if not value.all():
                 return None
             slot = value - 1
-            version = self._versions[slot]
-            _fence()
-            same = (self._keys[slot] == keys[todo]).all(axis=1) & ((version & _STANDS) == key_bytes << 1)
+            same, version = self._matches(slot, keys[todo], key_bytes)
             slots[todo[same]], versions[todo[same]] = slot[same], version[same]
-            left = ~same
-            if not left.any():
-                return slots, versions
-            todo, at = todo[left], at[left] + 1
+            todo, at = todo[~same], at[~same] + 1
         return None
+
+    def _matches(self, slots: npt.NDArray[np.int64], keys: U32, key_bytes: int) -> tuple[npt.NDArray[np.bool_], U32]:
+        """Return which of the keys stand in which of the slots, and the versions there."""
+        version = self._versions[slots]
+        _fence()
+        return (self._keys[slots] == keys).all(axis=1) & ((version & _STANDS) == key_bytes << 1), version
+
+    def _finish(
+        self, packed: bytes, key_bytes: int, todo: npt.NDArray[np.int64], slots: npt.NDArray[np.int64], versions: U32
+    ) -> Found | None:
+        """Find the last few of many keys."""
+        for place in todo.tolist():
+            found = self._few(packed[place * key_bytes : (place + 1) * key_bytes], key_bytes)
+            if found is None:
+                return None
+            slots[place], versions[place] = found[0][0], found[1][0]
+        return slots, versions
 
     def stands(self, found: Found) -> bool:
         """Return whether every page still stands where it was found, and so stood there all the time in between."""
