@@ -196,6 +196,25 @@ def test_an_arena_leased_whole_is_one_memfd_and_is_kept_or_closed_once_its_clien
     assert pool.take_idle("b", 8 * MIB, ArenaKind.WHOLE) is None
 
 
+def test_arenas_leave_descriptors_to_others_and_idle_ones_go_first():
+    pool = ArenaPool(POLICY, most_memfds=3)
+    kept = pool.acquire("a", 2 * MIB, ArenaKind.WRITE)
+    idle = pool.acquire("a", 4 * MIB, ArenaKind.WHOLE)
+    assert (pool.memfds_left, pool.memfds_of(kept.size)) == (1, 1)
+    pool.release(idle)
+    assert pool.memfds_left == 1, "an idle arena has its memfd still"
+    others = [pool.acquire("b", 2 * MIB, ArenaKind.WHOLE) for _ in range(2)]
+    assert (pool.idle_bytes, pool.memfds_left) == (0, 0)
+    with pytest.raises(MemoryUnavailable, match=r"3 memfds, of 3 .* RLIMIT_NOFILE"):
+        pool.acquire("b", 2 * MIB, ArenaKind.READ)
+    pool.release(others.pop())
+    pool.release(pool.acquire("c", 2 * MIB, ArenaKind.READ))
+    for arena in (kept, *others):
+        pool.release(arena)
+    pool.close()
+    assert pool.memfds_left == 3
+
+
 PROBER = """
 import fcntl, os, types
 from hoststage.server.memory import arena as module

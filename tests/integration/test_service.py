@@ -14,6 +14,7 @@ from hoststage.server.memory.arena import MemoryPolicy
 from hoststage.server.memory.pool import ArenaPool
 from hoststage.server.staging.service import Service, ServiceOptions
 from hoststage.server.store.memory import MemoryStore
+from hoststage.shm import fdpass
 from hoststage.v1 import ops
 
 PAGE = 10_000
@@ -241,6 +242,32 @@ async def test_beliefs_spare_the_writes_of_what_another_session_stored(beliefs, 
     executor.shutdown()
 
 
+async def test_namespaces_that_nobody_uses_give_their_descriptors_up_for_new_ones():
+    executor = ThreadPoolExecutor(4)
+    pool = ArenaPool(MemoryPolicy(lock=False), most_memfds=8)
+    service = Service(ServiceOptions(64 << 20), MemoryStore(), pool, executor)
+    for n in range(8):
+        session = await service.open(SessionRequest(stack(Mode.CACHE, model=f"model {n}")), Inbox())
+        service.end(session.session_id, "bye")
+        await service.engine.idle()
+    assert 0 <= pool.memfds_left < 8
+    await service.close()
+    assert pool.memfds_left == 8
+    executor.shutdown()
+
+
+async def test_a_session_leases_so_many_arenas_and_no_more(service):
+    service.leases.most_of_session = 2
+    session = await service.open(SessionRequest(stack()), Inbox())
+    leases = [await session.lease_arena("pool", 4096) for _ in range(2)]
+    with pytest.raises(RequestError, match="2 arenas, at most 2") as refused:
+        await session.lease_arena("pool", 4096)
+    assert refused.value.reason == "ARENA"
+    await session.return_arena(leases[0].arena.arena_id)
+    leases.append(await session.lease_arena("pool", 4096))
+    fdpass.close_all([d.fd for lease in leases for d in lease.descriptors])
+
+
 async def test_a_namespace_is_not_reclaimed_from_under_a_session_that_is_being_opened(service):
     first = await service.open(SessionRequest(stack(Mode.CACHE)), Inbox())
     service.end(first.session_id, "bye")
@@ -256,7 +283,7 @@ async def test_a_namespace_is_not_reclaimed_from_under_a_session_that_is_being_o
     service._maker.make = slowly
     opening = asyncio.create_task(service.open(SessionRequest(stack(Mode.CACHE)), Inbox()))
     await going_on.wait()
-    assert not await service.reclaim_one("another", 1 << 30) or service._namespaces
+    assert not await service._reclaim_one("another", 1 << 30) or service._namespaces
     wait.set()
     session = await opening
     assert session.core.namespace.name in service._namespaces

@@ -134,6 +134,20 @@ def span_of(n, *ranges):
     )
 
 
+def test_sessions_are_bounded_and_one_that_is_replaced_does_not_count(wired):
+    connections, connection = wired
+    connections.max_sessions = 2
+    connections.add(connection)
+    with connections.opening(0):
+        with pytest.raises(RequestError, match="2 sessions are open, at most 2") as refused, connections.opening(0):
+            raise AssertionError
+        assert refused.value.reason == "SESSIONS"
+        with connections.opening(connection.session):
+            pass
+    with connections.opening(0):
+        pass
+
+
 def test_parts_make_a_whole_and_are_held_until_the_answer(wired):
     connections, connection = wired
     answers = []

@@ -257,10 +257,11 @@ def descriptors(_: Settings) -> Check:
     """How many descriptors a process may hold."""
     import resource
 
-    soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft >= 4096 or soft == resource.RLIM_INFINITY:
-        return Check("open files", Health.OK, str(soft))
-    return Check("open files", Health.NOTE, str(soft), "LimitNOFILE=65536: each session holds several descriptors")
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # The daemon raises its own soft limit as far as that.
+    if hard >= 4096 or hard == resource.RLIM_INFINITY:
+        return Check("open files", Health.OK, str(hard))
+    return Check("open files", Health.NOTE, str(hard), "LimitNOFILE=65536: each session holds several descriptors")
 
 
 CHECKS: tuple[Callable[[Settings], Check], ...] = (

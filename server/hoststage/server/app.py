@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import socket
 import threading
@@ -173,6 +174,7 @@ class Daemon:
     async def _start(self, loop: asyncio.AbstractEventLoop, stop: _Stop) -> None:
         settings, stack = self._settings, self._stack
         wire = _wire_options(settings)
+        _raise_file_limit()
         # The socket is claimed first: two daemons must not open one store even for a moment.
         owned = sockets.Owned.take(settings.listen.socket)
         stack.callback(owned.release)
@@ -407,3 +409,12 @@ def serve(settings: Settings) -> int:
     """Run a daemon on uvloop until it is stopped; return its exit status."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(Daemon(settings).run())
+
+
+def _raise_file_limit() -> None:
+    """Allow this process as many files as it may allow itself: how many sessions, arenas and imports there may be follows from it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            log.info("files.limit_raised", before=soft, now=hard)

@@ -63,7 +63,8 @@ def detect_limits(root: str = "/") -> NodeLimits:
 def free_bytes(root: str = "/") -> int:
     """Return what can be taken now: available on the host, and within the tightest limit of this process's cgroups."""
     base = Path(root)
-    available = _meminfo(base / "proc/meminfo").get("MemAvailable", 0)
+    # Where the kernel does not say, it is left to populating to find out.
+    available = _meminfo(base / "proc/meminfo").get("MemAvailable", _UNLIMITED)
     limit, used, _ = _cgroup(base)
     return available if limit < 0 else max(0, min(available, limit - used))
 

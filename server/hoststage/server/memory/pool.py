@@ -8,11 +8,17 @@ would see pages that are no longer its own. Thread-safe: sessions open and close
 from __future__ import annotations
 
 import itertools
+import resource
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from hoststage.server.memory.arena import Arena, ArenaKind, MemoryPolicy, MemoryUnavailable
+
+_MAPS = Path("/proc/sys/vm/max_map_count")
+_USUAL_MAPS = 65530
 
 
 @dataclass(slots=True)
@@ -22,10 +28,29 @@ class _Idle:
     arena: Arena
 
 
-class ArenaPool:
-    """Makes, keeps and closes arenas. `keep_bytes`: how much may be kept warm; what is leased whole is apart from it, and kept where `keep_whole`."""
+def memfd_limit() -> int:
+    """Return how many memfds all arenas may have: half of the files that the daemon may open, and a quarter of its mappings.
 
-    def __init__(self, policy: MemoryPolicy, keep_bytes: int = 1 << 30, *, keep_whole: bool = True) -> None:
+    What is left is for those who connect. Small arenas cost next to none of the budget: without a bound of their own they could take
+    every descriptor, and nobody would be answered any more.
+    """
+    try:
+        maps = int(_MAPS.read_text())
+    except (OSError, ValueError):
+        maps = _USUAL_MAPS
+    return max(16, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, maps // 4))
+
+
+class ArenaPool:
+    """Makes, keeps and closes arenas.
+
+    `keep_bytes`: how much may be kept warm; what is leased whole is apart from it, and kept where `keep_whole`. `most_memfds`: of all arenas
+    together, those kept warm among them; 0: as `memfd_limit` says.
+    """
+
+    def __init__(
+        self, policy: MemoryPolicy, keep_bytes: int = 1 << 30, *, keep_whole: bool = True, most_memfds: int = 0
+    ) -> None:
         self._policy = policy
         self._keep = keep_bytes
         self._keep_whole = keep_whole
@@ -34,12 +59,52 @@ class ArenaPool:
         self._owner: dict[Arena, str] = {}
         self._lingering: list[_Idle] = []
         self._order = itertools.count()
+        self._most_memfds = most_memfds or memfd_limit()
+        self._being_made = 0
 
     @property
     def idle_bytes(self) -> int:
         """Bytes kept warm for nobody in particular."""
         with self._lock:
             return sum(i.arena.size for i in self._idle)
+
+    @property
+    def memfds_left(self) -> int:
+        """Memfds that new arenas may have before anything is closed for them."""
+        with self._lock:
+            return self._most_memfds - self._memfds()
+
+    def memfds_of(self, size: int, kind: ArenaKind = ArenaKind.READ) -> int:
+        """Return how many memfds an arena of that size has."""
+        return 1 if kind is ArenaKind.WHOLE else -(-size // self._policy.chunk_bytes)
+
+    def _memfds(self) -> int:
+        kept = sum(len(i.arena.chunks) for i in (*self._idle, *self._lingering))
+        return self._being_made + kept + sum(len(arena.chunks) for arena in self._owner)
+
+    @contextmanager
+    def _room_for(self, size: int, kind: ArenaKind) -> Iterator[None]:
+        """Count an arena's memfds while it is being made, having closed idle arenas for them. Raises `MemoryUnavailable`."""
+        n = self.memfds_of(size, kind)
+        while True:
+            with self._lock:
+                taken = self._memfds()
+                if taken + n <= self._most_memfds:
+                    self._being_made += n
+                    break
+                idle = self._idle.pop(0).arena if self._idle else None
+            if idle is None:
+                raise MemoryUnavailable(
+                    size,
+                    f"arenas have {taken} memfds, of {self._most_memfds} that all may have",
+                    "End sessions and leases that are not needed, or raise RLIMIT_NOFILE of the daemon: half of it is for arenas.",
+                )
+            idle.close()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._being_made -= n
 
     def lingering_bytes(self) -> int:
         """Return the bytes of arenas given back here that former clients still map. Quick: closing is left to a thread."""
@@ -61,9 +126,10 @@ class ArenaPool:
         """
         arena = self.take_idle(tenant, size, kind)
         if arena is None:
-            arena = self._make_or_reclaim(size, kind)
-            with self._lock:
-                self._owner[arena] = tenant
+            with self._room_for(size, kind):
+                arena = self._make_or_reclaim(size, kind)
+                with self._lock:
+                    self._owner[arena] = tenant
         return arena
 
     def take_idle(self, tenant: str, size: int, kind: ArenaKind) -> Arena | None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import structlog
 
-from hoststage.server.contract import LiveSession, Push, RevokedLeases, TierService
+from hoststage.server.contract import LiveSession, Push, RequestError, RevokedLeases, TierService
 from hoststage.server.rpc.outbox import Outbox
 from hoststage.server.rpc.peers import PeerPolicy
 from hoststage.server.rpc.tickets import Tickets
@@ -24,6 +26,11 @@ if TYPE_CHECKING:
     from hoststage.server.rpc.inline import Assembly, Charge
 
 log = structlog.get_logger(__name__)
+
+
+def session_limit() -> int:
+    """Return how many sessions may be open: a sixteenth of the files that the daemon may open, of which each takes a few beside its arenas'."""
+    return max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 16)
 
 
 def push_to_proto(message: Push) -> pb.ServerMessage:
@@ -115,6 +122,8 @@ class Connections:
         self.policy = policy or PeerPolicy()
         self.metrics = metrics or WireMetrics()
         self.tickets = Tickets()
+        self.max_sessions = session_limit()
+        self._opening = 0
         self.draining = False
         self.inline_bytes = 0
         self._by_session: dict[int, Connection] = {}
@@ -123,6 +132,23 @@ class Connections:
     def now() -> float:
         """Seconds of a monotonic clock."""
         return time.monotonic()
+
+    @contextmanager
+    def opening(self, previous: int) -> Iterator[None]:
+        """Count a session while it is being opened, in the place of the one that its client has left. Raises `RequestError` where there are too many."""
+        taken = len(self._by_session) + self._opening - (previous in self._by_session)
+        if taken >= self.max_sessions:
+            raise RequestError(
+                "SESSIONS",
+                f"{taken} sessions are open, at most {self.max_sessions} are allowed",
+                code="RESOURCE_EXHAUSTED",
+                remedy="close sessions that are not needed, or raise RLIMIT_NOFILE of the daemon: there may be one for every 16 files",
+            )
+        self._opening += 1
+        try:
+            yield
+        finally:
+            self._opening -= 1
 
     def add(self, connection: Connection) -> None:
         """A session was opened."""

@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import structlog
 
 from hoststage.server.contract import ArenaDescriptor
+from hoststage.server.memory.arena import MemoryUnavailable
 from hoststage.server.rpc import imported
 from hoststage.server.rpc.connections import Connections
 from hoststage.shm import fdpass, peer
@@ -209,6 +210,10 @@ class FdSocketServer:
             # The loop hangs; what it may still duplicate for us must not stay open.
             asked.add_done_callback(_close_late)
             raise
+        except MemoryUnavailable as error:
+            log.error("fd_socket.out_of_descriptors", error=str(error))
+            self._refuse(client, str(error))
+            return
         if redeemed is None:
             self._refuse(client, "the token is unknown, used or expired")
             return

@@ -160,9 +160,10 @@ class HostStageServicer(pb_grpc.HostStageServicer):
     ) -> LiveSession:
         results = self._connections.metrics.handshakes
         try:
-            live = await self._tier.open(_reachable(_understood(hello), context), connection)
+            with self._connections.opening(hello.previous_session):
+                live = await self._tier.open(_reachable(_understood(hello), context), connection)
         except RequestError as error:
-            results["malformed"] += 1
+            results["refused" if error.reason == "SESSIONS" else "malformed"] += 1
             await status.abort(context, status.of_request_error(error))
         except Refusal as refusal:
             refused = status.of_verdict(refusal.verdict, draining=self._connections.draining)

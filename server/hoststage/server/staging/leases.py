@@ -18,6 +18,7 @@ from hoststage.core.sessions import SessionState
 from hoststage.core.stack import HitPolicy
 from hoststage.server.contract import BudgetFacts, PoolFacts, RequestError, WholeLease
 from hoststage.server.memory.arena import Arena, MemoryUnavailable, obtainable_bytes
+from hoststage.server.memory.imports import descriptor_limit
 from hoststage.server.staging.arenas import ArenaMaker, PoolArena, next_arena_id
 from hoststage.shm.libc import PAGE_BYTES
 
@@ -51,6 +52,8 @@ class WholeLeases:
         self._service = service
         self._maker = maker
         self._leases: dict[int, _Lease] = {}
+        # Each is a descriptor here, and engines may have one for each layer: as for imports, an eighth of what may be open is for one session.
+        self.most_of_session = descriptor_limit() // 2
         self._returning: set[asyncio.Task[None]] = set()
 
     async def budget(self) -> BudgetFacts:
@@ -66,6 +69,7 @@ class WholeLeases:
         """Lease an arena of at least `size` bytes. Raises `RequestError`."""
         if size < 1:
             raise RequestError("BUDGET", f"bytes is {size}, must be at least 1", field="bytes")
+        self._check_count(session)
         # What a worker that has just ended gives back is what its next start asks for.
         await self._returned()
         self._service.sync_idle_arenas()
@@ -74,6 +78,7 @@ class WholeLeases:
         lease = self._take_warm(session, name, warm) if warm is not None else await self._make(session, name, size)
         try:
             self._check_alive(session)
+            self._check_count(session)
             arena_id = next_arena_id()
             rule = PoolRule(POOL, HitPolicy.ALL_PAGES, 0, 1, -1, lease.arena.size, lease.arena.size)
             made = PoolArena(arena_id, "whole", 0, 1, rule, lease.arena)
@@ -89,6 +94,16 @@ class WholeLeases:
         log.info("arena.leased", session=session.session_id, arena=arena_id, name=name, bytes=size, memory=found)
         return answer
 
+    def _check_count(self, session: Session) -> None:
+        mine = sum(lease.session == session.session_id for lease in self._leases.values())
+        if mine >= self.most_of_session:
+            raise RequestError(
+                "ARENA",
+                f"session {session.session_id} has leased {mine} arenas, at most {self.most_of_session} are allowed",
+                code="RESOURCE_EXHAUSTED",
+                remedy="return those that are not used, lease fewer and larger ones, or raise RLIMIT_NOFILE of the daemon",
+            )
+
     def _take_warm(self, session: Session, name: str, arena: Arena) -> _Lease:
         lease = _Lease(session.session_id, session.core.namespace.name, name, arena)
         # It counted as idle until now: its bytes are free for it, unless former clients hold more than there is.
@@ -99,8 +114,8 @@ class WholeLeases:
         service, ledger = self._service, self._service.ledger
         size = -(-size // PAGE_BYTES) * PAGE_BYTES
         keep = session.core.namespace.name
-        while size > ledger.free and await service.reclaim_one(keep, size - ledger.free):
-            service.sync_idle_arenas()
+        while await service.reclaim_for(keep, size, 1):
+            pass
         pending = f"arena {name or 'unnamed'} being made for session {session.session_id}"
         try:
             ledger.take(pending, size)

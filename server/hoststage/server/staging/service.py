@@ -165,7 +165,7 @@ class Service:
             if anew:
                 await self._close_namespace(name)
             try:
-                await self._take(verdict.grant, name, holder, space_holder(request, name))
+                await self._take(request, verdict.grant, name, holder)
             except OverBudget:
                 # Someone else was faster while memory was being reclaimed: judge again, with what is left now.
                 continue
@@ -193,22 +193,28 @@ class Service:
             return None
         return old if hmac.compare_digest(old.resume_token, request.previous_token) else None
 
-    async def _take(self, grant: Grant, name: str, holder: str, space_holder: str) -> None:
+    async def _take(self, request: SessionRequest, grant: Grant, name: str, holder: str) -> None:
         """Take the grant from the budget, closing idle namespaces and arenas for it. Raises `OverBudget`."""
 
         def need() -> int:
             # Others may reclaim the namespace while this one waits for room.
             return grant.session_bytes + (0 if name in self._namespaces else grant.namespace_bytes)
 
+        # Of each pool its write arena, and where they are new its read arena and the index of that.
+        memfds = sum(
+            (3 if name not in self._namespaces else 1)
+            + self._arena_pool.memfds_of(g.stride * (g.write_slots + g.read_slots))
+            for g in grant.pools
+        )
         self.sync_idle_arenas()
-        while need() > self.ledger.free and await self.reclaim_one(name, need() - self.ledger.free):
-            self.sync_idle_arenas()
+        while await self.reclaim_for(name, need(), memfds):
+            pass
         fresh = name not in self._namespaces
         # No await between the last look and the taking: two clients never get the same bytes.
         self.ledger.take(holder, grant.session_bytes)
         if fresh:
             try:
-                self.ledger.take(space_holder, grant.namespace_bytes)
+                self.ledger.take(space_holder(request, name), grant.namespace_bytes)
             except OverBudget:
                 self.ledger.give(holder)
                 raise
@@ -221,7 +227,15 @@ class Service:
         self.ledger.give("former clients' mappings")
         self.ledger.force("former clients' mappings", self._arena_pool.lingering_bytes())
 
-    async def reclaim_one(self, keep: str, amount: int) -> bool:
+    async def reclaim_for(self, keep: str, size: int, memfds: int) -> bool:
+        """Give up some idle memory where so many bytes, or memfds, are not free; False where nothing was given up, or need be."""
+        if size <= self.ledger.free and memfds <= self._arena_pool.memfds_left:
+            return False
+        given_up = await self._reclaim_one(keep, max(1, size - self.ledger.free))
+        self.sync_idle_arenas()
+        return given_up
+
+    async def _reclaim_one(self, keep: str, amount: int) -> bool:
         """Give up idle memory: warm arenas first, then the longest unused namespace. False where there is none."""
         if self._arena_pool.idle_bytes and await self._maker.reclaim(amount):
             return True
