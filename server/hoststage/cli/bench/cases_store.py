@@ -49,17 +49,17 @@ def file_store(rig: Rig) -> None:
             spent["fill"] += CpuTime.of(node.pid).since(before)
             return seconds
 
-        stretches: deque[tuple[Path, list[int]]] = deque()
+        stretches: deque[list[tuple[Path, int]]] = deque()
 
         def bare_read() -> float:
             if not stretches and node.folder is not None:
-                found = _stretches(node.folder, shape.page_bytes, shape.batch, len(client.runs))
+                found = _stretches(node.folder, shape.page_bytes, shape.batch)
                 # Half a turn away from what the daemon reads: neither finds the other's pages in the cache of whatever carries the disk.
                 stretches.extend(found[len(found) // 2 :] + found[: len(found) // 2])
             if not stretches:
                 return io.read()
             stretches.rotate(-1)
-            return io.read_at(*stretches[-1])
+            return io.read_at(stretches[-1])
 
         def bare(operation: str) -> float:
             before = io.cpu_seconds
@@ -112,20 +112,19 @@ def file_store(rig: Rig) -> None:
     _beside_sglang(rig, case, rounds)
 
 
-def _stretches(folder: Path, page_bytes: int, batch: int, most: int) -> list[tuple[Path, list[int]]]:
-    """Return where batches of stored pages lie in the files of a daemon of our own: a disk is not everywhere equally fast."""
-    out = []
+def _stretches(folder: Path, page_bytes: int, batch: int) -> list[list[tuple[Path, int]]]:
+    """Return where the stored pages lie in the files of a daemon of our own, in batches: a disk is not everywhere equally fast."""
+    places = []
     for file in sorted(folder.rglob("*.seg")):
         with file.open("rb") as opened:
             header = unpack_segment(opened.read(BLOCK))
             if header is None or header.slot_bytes != slot_bytes_for(page_bytes):
                 continue
-            for first in range(0, header.slots - batch + 1, batch):
-                places = [BLOCK + (first + i) * header.slot_bytes for i in range(batch)]
-                opened.seek(places[-1] + header.slot_bytes - BLOCK)
+            for place in range(BLOCK, header.file_bytes, header.slot_bytes):
+                opened.seek(place + header.slot_bytes - BLOCK)
                 if unpack_trailer(opened.read(BLOCK)) is not None:
-                    out.append((file, places))
-    return out[:most]
+                    places.append((file, place))
+    return [places[at : at + batch] for at in range(0, len(places) - batch + 1, batch)]
 
 
 def _beside_sglang(rig: Rig, case: str, rounds: int) -> None:

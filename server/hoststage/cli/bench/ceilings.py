@@ -133,12 +133,27 @@ class DirectIO:
         self._files.rotate(-1)
         return self._run(handle, lambda at, row: os.preadv(handle, [row], at))
 
-    def read_at(self, file: Path, places: Sequence[int]) -> float:
-        """Read one page from each of those places of somebody else's file; return seconds."""
-        handle = os.open(file, os.O_RDONLY | os.O_DIRECT)
-        return self._run(handle, lambda at, row: os.preadv(handle, [row], places[at // self._page_bytes]))
+    def read_at(self, places: Sequence[tuple[Path, int]]) -> float:
+        """Read one page from each of those places of somebody else's files; return seconds."""
+        handles = {file: os.open(file, os.O_RDONLY | os.O_DIRECT) for file in {file for file, _ in places}}
+
+        def read(at: int, row: memoryview) -> None:
+            file, place = places[at // self._page_bytes]
+            os.preadv(handles[file], [row], place)
+
+        try:
+            return self._timed(read)
+        finally:
+            for handle in handles.values():
+                os.close(handle)
 
     def _run(self, handle: int, call: Any) -> float:
+        try:
+            return self._timed(call)
+        finally:
+            os.close(handle)
+
+    def _timed(self, call: Any) -> float:
         rows: queue.SimpleQueue[int] = queue.SimpleQueue()
         for i in range(len(self._memory)):
             rows.put(i)
@@ -151,15 +166,12 @@ class DirectIO:
                     return
                 call(i * self._page_bytes, self._memory[i].data)
 
-        try:
-            with ThreadPoolExecutor(self._depth) as pool:
-                cpu, started = own_cpu_seconds(), time.perf_counter()
-                for done in [pool.submit(work) for _ in range(self._depth)]:
-                    done.result()
-                seconds = time.perf_counter() - started
-                self.cpu_seconds += own_cpu_seconds() - cpu
-        finally:
-            os.close(handle)
+        with ThreadPoolExecutor(self._depth) as pool:
+            cpu, started = own_cpu_seconds(), time.perf_counter()
+            for done in [pool.submit(work) for _ in range(self._depth)]:
+                done.result()
+            seconds = time.perf_counter() - started
+            self.cpu_seconds += own_cpu_seconds() - cpu
         return seconds
 
 
