@@ -18,7 +18,7 @@ import uvloop
 
 from hoststage.server.memory.arena import Arena, ArenaKind, HugePages, MemoryPolicy, MemoryUnavailable
 from hoststage.server.memory.pool import ArenaPool
-from hoststage.shm import fdpass
+from hoststage.shm import fdpass, libc
 from hoststage.shm.mapping import Chunk, Mapping, MappingError
 from tests.integration.daemon import environment
 
@@ -366,10 +366,72 @@ def test_huge_pages_fall_back_where_there_are_none_and_are_refused_where_require
     if free:
         pytest.skip("this host has huge pages free")
     made = Arena.create("test", 2 * MIB, ArenaKind.WRITE, MemoryPolicy(2 * MIB, HugePages.AUTO))
-    assert not made.prefault().huge_pages
+    assert made.prefault().bytes == 2 * MIB
     made.close()
     with pytest.raises(MemoryUnavailable, match=r"vm\.nr_hugepages"):
         Arena.create("test", 2 * MIB, ArenaKind.WRITE, MemoryPolicy(2 * MIB, HugePages.REQUIRED))
+
+
+def pmd_mapped_bytes(address: int) -> int:
+    """Bytes of the mapping at an address of this process that one entry of a page table covers 2 MiB of each."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            inside = line.startswith(f"{address:x}-")
+        elif inside and line.startswith("ShmemPmdMapped:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("no such mapping")
+
+
+@pytest.fixture
+def gathers():
+    """Skip where the kernel does not make huge pages of shared memory on demand."""
+    probe = Arena.create("probe", 2 * MIB, ArenaKind.WRITE, MemoryPolicy(2 * MIB))
+    able = probe.prefault().huge_pages
+    probe.close()
+    if not able:
+        pytest.skip("this kernel, or its memory, gives no huge pages on demand")
+
+
+@pytest.mark.parametrize("kind", ArenaKind)
+def test_memory_is_gathered_into_huge_pages_that_no_operator_reserved(gathers, kind):
+    size = 40 * MIB + 4096
+    made = Arena.create("test", size, kind, MemoryPolicy(32 * MIB))
+    assert made.prefault().huge_pages
+    assert pmd_mapped_bytes(made.address) >= 32 * MIB
+    pattern = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
+    np.frombuffer(made.view(0, size), dtype=np.uint8)[:] = pattern
+    chunks = made.descriptors()
+    mapping = Mapping.map(chunks, writable=False, require_seals=True)
+    fdpass.close_all([c.fd for c in chunks])
+    assert np.array_equal(mapping.array(0, size), pattern)
+    mapping.unmap()
+    assert made.prefault().huge_pages  # again, with what is there
+    assert np.array_equal(np.frombuffer(made.view(0, size), dtype=np.uint8), pattern)
+    made.close()
+
+
+@pytest.mark.parametrize("why", ["off", "refused", "slow"])
+def test_memory_in_small_pages_serves_as_well(monkeypatch, why):
+    asked = []
+
+    def collapse(address, length):
+        asked.append(length)
+        if why == "slow":
+            time.sleep(0.25)
+        return why == "slow"
+
+    monkeypatch.setattr(libc, "collapse", collapse)
+    policy = MemoryPolicy(64 * MIB, HugePages.OFF if why == "off" else HugePages.AUTO)
+    made = Arena.create("test", 64 * MIB, ArenaKind.WRITE, policy)
+    assert not made.prefault(1).huge_pages
+    # Once is enough to know.
+    assert asked == ([] if why == "off" else [16 * MIB])
+    view = made.view(0, 64 * MIB)
+    view[-1] = 7
+    assert view[-1] == 7
+    del view
+    made.close()
 
 
 def test_the_report_says_what_was_pinned_and_why_not_more():

@@ -46,6 +46,7 @@ class Advice(IntEnum):
     DONTDUMP = 16
     POPULATE_READ = 22
     POPULATE_WRITE = 23
+    COLLAPSE = 25
 
 
 class Seal(IntFlag):
@@ -126,6 +127,15 @@ def madvise(address: int, length: int, advice: Advice) -> None:
     while _madvise(address, length, int(advice)) != 0:
         if ctypes.get_errno() not in (errno.EINTR, errno.EAGAIN):
             raise _fail("madvise", f"address={address:#x}, length={length}, advice={advice.name}")
+
+
+def collapse(address: int, length: int) -> bool:
+    """Have each 2 MiB of a range made one huge page, keeping what is in it; false where the kernel (before 6.1) or its memory does not allow it.
+
+    What could be collapsed until then stays so. Unlike with :func:`madvise`, ``EAGAIN`` is no reason to try again: memory in
+    small pieces would make that last for ever.
+    """
+    return int(_madvise(address, length, int(Advice.COLLAPSE))) == 0
 
 
 def mlock(address: int, length: int) -> None:

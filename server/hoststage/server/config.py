@@ -88,7 +88,9 @@ class Memory(Section):
     chunk: Annotated[int, BeforeValidator(parse_chunk)] = Field(
         1 << 30, description="size of one memfd; a multiple of 2 MiB"
     )
-    huge_pages: Literal["auto", "off", "required"] = Field("auto", description="2 MiB pages from vm.nr_hugepages")
+    huge_pages: Literal["auto", "off", "required"] = Field(
+        "auto", description='2 MiB pages: "auto": from vm.nr_hugepages, else those that the kernel can make now'
+    )
     lock: bool = Field(True, description="mlock where RLIMIT_MEMLOCK allows")
     prefault_threads: int = Field(0, ge=0, description="threads that populate memory; 0: one a core")
     numa: Literal["interleave", "off"] = Field(

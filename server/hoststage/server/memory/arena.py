@@ -13,6 +13,7 @@ import fcntl
 import os
 import resource
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ _MFD_CLOEXEC, _MFD_ALLOW_SEALING, _MFD_HUGETLB = 1, 2, 4
 # One call holds this process's address space, so that a thread which maps memory meanwhile waits for it: keep it short.
 _POPULATE_PIECE = 16 << 20
 _HEADROOM = 64 << 20
+_SLOW_STRETCH_SECONDS = 0.02
+"""What 2 MiB may take to be had in one piece: 0.3 ms are usual, 9 were seen in a virtual machine that had never touched the memory before."""
 
 
 class MemoryUnavailable(RuntimeError):
@@ -110,6 +113,8 @@ class Arena:
         self.report = PinReport("none", "not populated yet", huge, size)
         self._mapping = mapping
         self._huge = huge
+        self._gathers = False
+        self._gathered: list[int] = []
         self._closed = False
         self._numa_problem = ""
         self._cuda: tuple[Runtime, Registered] | None = None
@@ -170,6 +175,7 @@ class Arena:
             if huge:
                 # Making and mapping a huge-page memfd succeeds without any page behind it: only populating tells.
                 arena.prefault(policy.threads)
+            arena._gathers = policy.huge_pages is not HugePages.OFF and not huge
             return arena
         except BaseException as error:
             if mapping is not None:
@@ -226,8 +232,9 @@ class Arena:
                 yield _Piece(base + at, min(_POPULATE_PIECE, chunk.size - at), chunk.fd, at)
             base += chunk.size
 
-    @staticmethod
-    def _populate(piece: _Piece) -> None:
+    def _populate(self, piece: _Piece) -> None:
+        if self._gathers:
+            self._gather(piece)
         try:
             libc.madvise(piece.address, piece.length, libc.Advice.POPULATE_WRITE)
         except OSError as error:
@@ -235,6 +242,37 @@ class Arena:
                 raise
             # Kernels before 5.14. Allocating in the file reports a shortage too, where touching a page would raise SIGBUS.
             os.posix_fallocate(piece.fd, piece.offset, piece.length)
+
+    def _gather(self, piece: _Piece) -> None:
+        """Make a piece of huge pages where the kernel has memory in such lumps, before it is populated page by page.
+
+        Without any setting of the host: a page is touched in each 2 MiB, and then they are collapsed around it. Direct
+        I/O is told one place for 2 MiB then instead of 512, copies miss fewer translations, and the kernel clears a huge page several
+        times as fast as 512 small ones.
+        """
+        first = -(-piece.address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        last = (piece.address + piece.length) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        if first >= last:
+            return
+        started = time.monotonic()
+        try:
+            for address in range(first, last, HUGE_PAGE_BYTES):
+                libc.madvise(address, libc.PAGE_BYTES, libc.Advice.POPULATE_WRITE)
+        except OSError:
+            self._gathers = False  # a kernel before 5.14, or a shortage that populating will report
+            return
+        whole = libc.collapse(first, last - first)
+        slow = time.monotonic() - started > _SLOW_STRETCH_SECONDS * ((last - first) // HUGE_PAGE_BYTES)
+        if whole:
+            self._gathered.append(last - first)
+        if slow or not whole:
+            # Memory is in small pieces, and looking for larger ones costs more than they bring.
+            self._gathers = False
+
+    @property
+    def _in_huge_pages(self) -> bool:
+        """Whether all of it, but for an end of less than 2 MiB for each memfd, is in huge pages."""
+        return self._huge or sum(self._gathered) > max(0, self.size - len(self.chunks) * HUGE_PAGE_BYTES)
 
     def _pin(self, lock: bool) -> PinReport:
         why = "locking was not asked for"
@@ -248,11 +286,11 @@ class Arena:
                     "(systemd LimitMEMLOCK=infinity) or grant CAP_IPC_LOCK"
                 )
             else:
-                return PinReport("mlock", self._numa_problem, self._huge, self.size)
+                return PinReport("mlock", self._numa_problem, self._in_huge_pages, self.size)
         why = _joined(why, self._numa_problem)
         if swap_bytes() == 0:
-            return PinReport("resident", why, self._huge, self.size)
-        return PinReport("none", f"{why}; the host has swap", self._huge, self.size)
+            return PinReport("resident", why, self._in_huge_pages, self.size)
+        return PinReport("none", f"{why}; the host has swap", self._in_huge_pages, self.size)
 
     @property
     def address(self) -> int:
