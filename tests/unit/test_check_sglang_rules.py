@@ -66,6 +66,10 @@ def refusals(preset: str, flags: str) -> set[str]:
         ("llama-3.1-8b", f"{LINKER} {DECODE}", {"LINKER_RADIX"}),
         ("llama-3.1-8b", f"{LINKER} {DECODE} --disaggregation-decode-enable-radix-cache", set()),
         ("llama-3.1-8b", f"{LINKER} --disable-radix-cache", {"LINKER_RADIX"}),
+        ("llama-3.1-8b", f"{LINKER} --enable-unified-memory", {"LINKER_UNIFIED_MEMORY"}),
+        ("llama-3.1-8b", f"{LINKER} --enable-lmcache", {"LINKER_EXCLUSIVE"}),
+        ("llama-3.1-8b", LINKER.replace('"m"}', '"m", "linker_extra_config": {}}'), set()),
+        ("llama-3.1-8b", LINKER.replace('"m"}', '"m", "hoststage": {}}'), {"LINKER_CONFIG"}),
         (
             "llama-3.1-8b",
             "--enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic",

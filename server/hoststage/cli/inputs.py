@@ -7,7 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from hoststage.cli.launch_settings import asked_modes, asked_slots, launch_settings, slots_note
 from hoststage.cli.sglang_args import CommandLineError, SglangFlags, json_object, read_command
 from hoststage.cli.sglang_rules import engine_findings
 from hoststage.cli.sglang_settings import engine_settings, inferred_retraction, wishes
@@ -23,6 +25,9 @@ from hoststage.models import (
     preset_names,
     read_stack,
 )
+
+if TYPE_CHECKING:
+    from hoststage.client.engines.sglang.settings import Settings as LaunchSettings
 
 ASSUMED = "ASSUMED"
 """Rule of the notices that list a value which nobody gave."""
@@ -101,19 +106,20 @@ def resolve(request: Request) -> Subject:
     sources = [s for s in (request.config, request.preset, request.stack) if s]
     if len(sources) > 1:
         raise InputError("input", "more than one of --config, --preset and --stack is given", "Give exactly one")
+    asked = launch_settings(flags) if launch is not None else None
     if request.stack is not None:
-        return _from_stack(request, flags, launch)
+        return _from_stack(request, flags, launch, asked)
     notes: list[Assumption] = []
     config, model = _model(request, flags, notes)
     engine = Engine.SGLANG if launch is not None else Engine.NEUTRAL
     settings = engine_settings(flags, engine=engine, kv_layout=request.kv_layout)
     if request.swa_pool is not None:
         settings = replace(settings, window_pool=request.swa_pool)
-    wish = wishes(flags, modes=_modes(request.modes), window_only=request.window_only)
+    wish = wishes(flags, modes=_wished(request, asked), window_only=request.window_only)
     wish = replace(wish, requires_pinned=request.requires_pinned)
     description = describe(config, settings, wish, model=model, overrides=_overrides(request, flags))
     notes += description.assumptions
-    return _subject(request, flags, description, launch, notes)
+    return _subject(request, flags, description, launch, asked, notes)
 
 
 def _merged(request: Request, launch: SglangFlags | None) -> SglangFlags:
@@ -130,6 +136,7 @@ def _subject(
     flags: SglangFlags,
     description: ModelDescription,
     launch: SglangFlags | None,
+    asked: LaunchSettings | None,
     notes: list[Assumption],
 ) -> Subject:
     def finished(stack: Stack) -> Stack:
@@ -146,6 +153,11 @@ def _subject(
     engine: list[Finding] = []
     for stack, _ in shards if launch is not None else ():
         engine += [f for f in engine_findings(flags, stack) if f not in engine]
+    if asked is not None:
+        notes[:] = [note for note in notes if note.subject != "host_slots"]
+        notes += [note for note in {slots_note(stack, asked) for stack, _ in shards} if note is not None]
+        shards = tuple((asked_slots(stack, asked), pools) for stack, pools in shards)
+        stacks = tuple(asked_slots(stack, asked) for stack in stacks)
     s = description.settings
     sizes = ", ".join(
         f"{name} {size}" for name, size in (("tp", s.tp_size), ("pp", s.pp_size), ("dp", s.dp_size)) if size > 1
@@ -175,12 +187,14 @@ def _on_one_node(
     return every[:count]
 
 
-def _from_stack(request: Request, flags: SglangFlags, launch: SglangFlags | None) -> Subject:
+def _from_stack(
+    request: Request, flags: SglangFlags, launch: SglangFlags | None, asked: LaunchSettings | None
+) -> Subject:
     if request.overrides:
         raise InputError("--set", "has no meaning with a stack file", "Change the file")
     assert request.stack is not None
     stack = read_stack(request.stack)
-    modes = _modes(request.modes)
+    modes = _wished(request, asked)
     wish = wishes(flags, modes=modes, window_only=request.window_only or stack.retraction.window_only)
     if modes or (launch is not None and launch.given):
         stack = replace(stack, modes=wish.modes)
@@ -253,6 +267,11 @@ def _overrides(request: Request, flags: SglangFlags) -> dict[str, object]:
         except json.JSONDecodeError:
             values[name] = value
     return values
+
+
+def _wished(request: Request, asked: LaunchSettings | None) -> tuple[ModeWish, ...]:
+    """Return the modes that the operator names, else those that hoststage's parts of the launch ask for, else none."""
+    return _modes(request.modes) or (asked_modes(asked) if asked is not None else ())
 
 
 def _modes(names: Sequence[str]) -> tuple[ModeWish, ...]:

@@ -25,6 +25,7 @@ BACKEND_CONFIG = (
 
 BACKEND_FLAGS = f"--hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{BACKEND_CONFIG}'"
 LINKER_CONFIG = '{"linker": "HostStageLinker", "linker_module_path": "hoststage.client.engines.sglang.linker"}'
+LINKER_FIELDS = frozenset({"linker", "linker_module_path", "linker_extra_config"})
 LINKER_FLAGS = (
     "--enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic "
     f"--unified-cache-external-linker-config '{LINKER_CONFIG}'"
@@ -258,6 +259,10 @@ def linker(flags: SglangFlags, stack: Stack) -> Iterator[Finding]:
             "With --disaggregation-decode-retraction-backup host_pool SGLang builds a host pool and no linker.",
             f"{CPU_TENSOR}.",
         )
+    if flags.enable_unified_memory:
+        yield _refused("LINKER_UNIFIED_MEMORY", name, f"{name} with --enable-unified-memory.", "Drop one of the two.")
+    if flags.enable_lmcache:
+        yield _refused("LINKER_EXCLUSIVE", name, f"{name} with --enable-lmcache.", "Drop --enable-lmcache.")
     if flags.unified_cache_external_linker_backend == "dynamic":
         config = flags.unified_cache_external_linker_config
         missing = _missing(config, "--unified-cache-external-linker-config", ("linker", "linker_module_path"))
@@ -267,6 +272,15 @@ def linker(flags: SglangFlags, stack: Stack) -> Iterator[Finding]:
                 "--unified-cache-external-linker-config",
                 f"the dynamic linker backend without {' and '.join(missing)} in its config.",
                 f"Give {LINKER_FLAGS}.",
+            )
+        unknown = sorted(set(json_object("--unified-cache-external-linker-config", config) or {}) - LINKER_FIELDS)
+        if unknown:
+            yield _refused(
+                "LINKER_CONFIG",
+                "--unified-cache-external-linker-config",
+                f"a linker config with unknown fields: {', '.join(unknown)}.",
+                'Write hoststage\'s settings as "linker_extra_config": {"hoststage": {…}}, and nothing else beside '
+                "linker and linker_module_path.",
             )
 
 

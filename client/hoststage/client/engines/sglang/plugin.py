@@ -139,20 +139,9 @@ def prepare_host_pools(view: Any) -> None:
 
     :raises StackError: where the storage backend brings memory of its own. :raises LaunchRefused: where the daemon is `required` and away, or refuses.
     """
-    extra = read_extra(view)
-    if extra is None or SECTION not in extra:
+    settings = host_pool_settings(view)
+    if settings is None:
         return
-    settings = Settings.of(extra)
-    if settings.host_pools is not HostPools.DAEMON:
-        return
-    for name, value in (
-        ("hicache_storage_backend", getattr(view, "hicache_storage_backend", None)),
-        ("allocator", extra.get("allocator")),
-    ):
-        if value in OWN_MEMORY:
-            raise StackError(
-                name, value, f'choose: {value} brings host memory of its own, "host_pools": "daemon" is the daemon\'s'
-            )
     supply = Leases(settings, "launch")
     try:
         free = supply.free()
@@ -172,6 +161,28 @@ def prepare_host_pools(view: Any) -> None:
 
     allocator.hook()
     HookRegistry.apply_hooks()
+
+
+def host_pool_settings(view: Any) -> Settings | None:
+    """Return the settings of a launch whose host pools are to live in the daemon's memory, else None.
+
+    :raises StackError: for settings that mean nothing, and where the storage backend brings memory of its own.
+    """
+    extra = read_extra(view)
+    if extra is None or SECTION not in extra:
+        return None
+    settings = Settings.of(extra)
+    if settings.host_pools is not HostPools.DAEMON:
+        return None
+    for name, value in (
+        ("hicache_storage_backend", getattr(view, "hicache_storage_backend", None)),
+        ("allocator", extra.get("allocator")),
+    ):
+        if value in OWN_MEMORY:
+            raise StackError(
+                name, value, f'choose: {value} brings host memory of its own, "host_pools": "daemon" is the daemon\'s'
+            )
+    return settings
 
 
 def linker_config_of(view: Any) -> Mapping[str, Any] | None:

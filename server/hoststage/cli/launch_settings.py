@@ -1,0 +1,71 @@
+"""What a launch line says to hoststage's own parts in SGLang: the settings under `"hoststage"`, judged as the launch itself judges them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+from hoststage.cli.sglang_args import CommandLineError, SglangFlags, json_object
+from hoststage.core.stack import Mode, ModeWish, Stack
+from hoststage.models import Assumption
+
+if TYPE_CHECKING:
+    from hoststage.client.engines.sglang.settings import Settings
+
+EXTRA_CONFIG = "--hicache-storage-backend-extra-config"
+LINKER_CONFIG = "--unified-cache-external-linker-config"
+
+
+def launch_settings(flags: SglangFlags) -> Settings | None:
+    """Return the settings of hoststage's storage backend or linker; None where the line uses neither.
+
+    Raises `CommandLineError` for what would stop the launch: a setting that does not exist or means nothing, and two owners of the host pools.
+    """
+    texts = (flags.hicache_storage_backend_extra_config or "", flags.unified_cache_external_linker_config or "")
+    if not any("hoststage" in text or text.startswith("@") for text in texts):
+        return None  # and without importing the client
+    from hoststage.client import StackError
+    from hoststage.client.engines.sglang import plugin
+    from hoststage.client.engines.sglang.settings import Settings
+
+    linked = flags.enable_unified_cache_external_linker
+    view = SimpleNamespace(
+        enable_unified_cache_external_linker=linked,
+        unified_cache_external_linker_backend=flags.unified_cache_external_linker_backend,
+        unified_cache_external_linker_config=json_object(LINKER_CONFIG, flags.unified_cache_external_linker_config),
+        hicache_storage_backend=flags.hicache_storage_backend,
+        hicache_storage_backend_extra_config=flags.hicache_storage_backend_extra_config,
+    )
+    flag = LINKER_CONFIG if linked else EXTRA_CONFIG
+    try:
+        extra = plugin.extra_config_of(view)
+        settings = None if extra is None else Settings.of(extra)
+        flag = EXTRA_CONFIG
+        plugin.host_pool_settings(view)
+    except StackError as error:
+        raise CommandLineError(
+            flag, f"{error.field} is {error.value!r}", error.remedy[:1].upper() + error.remedy[1:]
+        ) from error
+    return settings
+
+
+def asked_modes(settings: Settings) -> tuple[ModeWish, ...]:
+    """Return the modes that the launch asks the daemon for, in order, whatever SGLang's own host pools are for."""
+    return tuple(ModeWish(Mode(wish.mode.value), required=wish.required) for wish in settings.modes)
+
+
+def asked_slots(stack: Stack, settings: Settings) -> Stack:
+    """Return the stack with the slots that the launch asks of the daemon: those of `slots`, never the sizes of SGLang's own host pools."""
+    pools = tuple(replace(pool, host_slots=settings.slots.get(pool.name, 0)) for pool in stack.pools)
+    return replace(stack, pools=pools)
+
+
+def slots_note(stack: Stack, settings: Settings) -> Assumption | None:
+    """Return the assumption that the daemon sizes the pools that `slots` does not name; None where it names all."""
+    left = [pool.name for pool in stack.pools if pool.has_host_pool and not settings.slots.get(pool.name)]
+    if not left:
+        return None
+    return Assumption(
+        "host_slots", f"the daemon chooses its slots for {', '.join(left)}", 'slots under "hoststage", as {"kv": 512}'
+    )

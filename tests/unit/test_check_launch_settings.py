@@ -1,0 +1,118 @@
+"""Settings under `"hoststage"` in a launch line: `check` judges what the launch would ask, and refuses what would stop it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hoststage.cli.inputs import Request, Subject, parse_size, resolve
+from hoststage.cli.judge import judge
+from hoststage.cli.options import node_facts
+from hoststage.cli.sglang_args import CommandLineError
+from hoststage.core.stack import Mode
+
+BACKEND = {
+    "backend_name": "hoststage",
+    "module_path": "hoststage.client.engines.sglang.backend",
+    "class_name": "HostStageStorage",
+    "interface_v1": 1,
+}
+LINKER = {"linker": "HostStageLinker", "linker_module_path": "hoststage.client.engines.sglang.linker"}
+HICACHE = ("--enable-hierarchical-cache", "--page-size=64", "--hicache-size=100")
+
+
+def backend(settings: dict[str, Any], *flags: str, backend_name: str = "dynamic", **extra: Any) -> tuple[str, ...]:
+    text = json.dumps({**BACKEND, **extra, "hoststage": settings})
+    options = ("--hicache-storage-backend", backend_name, "--hicache-storage-backend-extra-config", text)
+    return (*HICACHE, *options, *flags)
+
+
+def linker(settings: dict[str, Any]) -> tuple[str, ...]:
+    text = json.dumps({**LINKER, "linker_extra_config": {"hoststage": settings}})
+    options = ("--unified-cache-external-linker-backend", "dynamic", "--unified-cache-external-linker-config", text)
+    return ("--enable-unified-cache-external-linker", "--page-size=64", *options)
+
+
+def judged(command: tuple[str, ...], *modes: str, preset: str = "llama-3.1-8b") -> Subject:
+    return resolve(Request(preset=preset, modes=modes, command=command))
+
+
+def asked(subject: Subject) -> list[Mode]:
+    return [wish.mode for wish in subject.stacks[0].modes]
+
+
+def test_the_backend_asks_for_its_own_modes_and_not_for_those_of_sglangs_host_memory() -> None:
+    assert asked(judged(backend({}))) == [Mode.BUFFER_ONLY, Mode.CACHE]
+    assert asked(judged(backend({"modes": ["cache"]}, "--hicache-host-memory-mode=buffer_only"))) == [Mode.CACHE]
+    assert asked(judged(backend({}), "cache")) == [Mode.CACHE]
+    assert asked(judged(linker({"modes": "cache"}))) == [Mode.CACHE]
+
+
+def test_the_size_of_sglangs_host_pools_is_not_asked_of_the_daemon() -> None:
+    subject = judged(backend({}))
+    verdict = judge(subject.stacks, node_facts(parse_size("64GiB"), store=True))
+    assert verdict.mode is Mode.BUFFER_ONLY  # of host pools with 93 GiB, which are SGLang's own
+    (note,) = [note for note in subject.notes if note.subject == "host_slots"]
+    assert "kv" in note.message
+    assert "slots" in note.remedy
+
+
+@pytest.mark.parametrize("command", [backend({"slots": {"kv": 512}}), linker({"slots": {"kv": 512}})])
+def test_slots_are_what_is_asked(command: tuple[str, ...]) -> None:
+    subject = judged(command)
+    assert [pool.host_slots for pool in subject.stacks[0].pools] == [512]
+    assert not [note for note in subject.notes if note.subject == "host_slots"]
+
+
+def test_rules_of_sglang_still_see_the_sizes_of_its_own_pools() -> None:
+    command = backend({}, "--hicache-host-memory-mode=buffer_only", "--swa-full-tokens-ratio=0.5")
+    small = tuple(flag for flag in command if not flag.startswith("--hicache-size"))
+    subject = judged((*small, "--max-total-tokens=319"), preset="gpt-oss-20b")
+    assert "SGLANG_SWA_POOL_TOO_SMALL" in {finding.rule for finding in subject.engine}
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "said"),
+    [
+        (
+            backend({"adress": "x"}),
+            "--hicache-storage-backend-extra-config",
+            "hoststage.adress is 'x'. Use one of address",
+        ),
+        (
+            linker({"adress": "x"}),
+            "--unified-cache-external-linker-config",
+            "hoststage.adress is 'x'. Use one of address",
+        ),
+        (backend({"required": "yes"}), "--hicache-storage-backend-extra-config", "hoststage.required is 'yes'"),
+        (
+            backend({"host_pools": "daemon"}, allocator="shm"),
+            "--hicache-storage-backend-extra-config",
+            "allocator is 'shm'. Choose: shm brings",
+        ),
+        (
+            backend({"host_pools": "daemon"}, backend_name="mooncake"),
+            "--hicache-storage-backend-extra-config",
+            "hicache_storage_backend is 'mooncake'. Choose: mooncake brings",
+        ),
+    ],
+)
+def test_what_would_stop_the_launch_is_unusable_here(command: tuple[str, ...], flag: str, said: str) -> None:
+    with pytest.raises(CommandLineError) as caught:
+        judged(command)
+    assert caught.value.flag == flag
+    assert said in str(caught.value)
+
+
+def test_a_file_of_settings_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "hoststage.json"
+    path.write_text(json.dumps({**BACKEND, "hoststage": {"modes": ["cache"]}}))
+    options = ("--hicache-storage-backend", "dynamic", "--hicache-storage-backend-extra-config", f"@{path}")
+    assert asked(judged((*HICACHE, *options))) == [Mode.CACHE]
+
+
+def test_other_backends_are_judged_by_sglangs_own_mode() -> None:
+    assert asked(judged((*HICACHE, "--hicache-storage-backend", "file"))) == [Mode.CACHE]
