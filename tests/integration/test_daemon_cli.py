@@ -40,9 +40,10 @@ def test_resident_pages_are_evicted_and_stay_in_the_store(daemon, resident):
 
 def test_clearing_asks_first_and_wants_a_whole_namespace(daemon, resident):
     assert cli("clear", resident, "--socket", str(daemon.socket)).returncode == 1
-    refused = cli("clear", resident[:12], "--yes", "--socket", str(daemon.socket))
-    assert refused.returncode == 1
+    refused = cli("clear", resident[:12], "--socket", str(daemon.socket))  # before it asks
+    assert (refused.returncode, refused.stdout) == (1, "")
     assert "64 hex digits" in refused.stderr
+    assert "status --json" in refused.stderr
     assert "4 resident and 4 stored" in cli("clear", resident, "--yes", "--socket", str(daemon.socket)).stdout
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Annotated
 
@@ -38,6 +39,11 @@ def clear(
     timeout: Timeout = 300.0,
 ) -> None:
     """Remove every page of a namespace, from host memory and from the store."""
+    if not re.fullmatch("[0-9a-f]{64}", namespace):
+        fail(
+            f'"{namespace}" is no whole namespace, which has 64 hex digits: `hoststage status --json` has those with memory, '
+            "and the folders under v1 in a file store are named by them"
+        )
     if not yes and not typer.confirm(f"Remove all pages of namespace {namespace}?"):
         fail("nothing was removed")
     target = target_of(socket, config, timeout)
