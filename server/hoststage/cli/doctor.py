@@ -147,7 +147,7 @@ def huge_pages(settings: Settings) -> Check:
     return Check(
         "huge pages",
         Health.BAD if required else Health.NOTE,
-        "none free",
+        "none reserved" if required else "none reserved; the kernel makes them as far as it can",
         f"sysctl vm.nr_hugepages={-(-want // HUGE_PAGE_BYTES)} holds the whole budget",
     )
 
