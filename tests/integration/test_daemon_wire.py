@@ -580,6 +580,20 @@ def test_a_session_without_memory_ends_with_its_stream(inline, daemon):
     eventually(lambda: inline.welcome.session not in sessions(daemon))
 
 
+def test_a_goodbye_counts_though_its_client_could_not_wait_for_the_daemon(client, daemon):
+    map_arenas(client.welcome)
+    made = attached(client)
+    daemon.process.send_signal(signal.SIGSTOP)
+    try:
+        for number, body in ((8, {"ping": pb.Ping()}), (9, {"goodbye": pb.Goodbye()})):
+            message = pb.ClientMessage(request_id=number, **body)
+            made.raw(lane.frame(lane.Op.PROTOBUF, number, message.SerializeToString()))
+        made.close()
+    finally:
+        daemon.process.send_signal(signal.SIGCONT)
+    eventually(lambda: client.welcome.session not in sessions(daemon))
+
+
 def test_a_goodbye_ends_a_session(client, daemon):
     map_arenas(client.welcome)
     assert client.ask(2, goodbye=pb.Goodbye()).HasField("done")

@@ -140,6 +140,10 @@ class LaneProtocol(asyncio.Protocol):
         """Write as much as goes at once and return the rest. A transport writes only after the callbacks that are due, which may be many."""
         try:
             return data[os.write(self._fd, data) :]
+        except BrokenPipeError:
+            # Nobody reads it any more. What the client said before it closed is still to be read, a goodbye perhaps: a transport that
+            # fails to write reads no further.
+            return b""
         except OSError:
             # What is wrong with the socket is for the transport to find out.
             return data
