@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from hoststage.cli.inputs import Request, Subject, parse_size, resolve
-from hoststage.cli.judge import judge
+from hoststage.cli.judge import NodeVerdict, judge
 from hoststage.cli.options import node_facts
+from hoststage.cli.plan import room_findings
+from hoststage.cli.plan_report import plan_modes
 from hoststage.cli.sglang_args import CommandLineError
 from hoststage.core.stack import Mode
 
@@ -116,3 +118,35 @@ def test_a_file_of_settings_is_read(tmp_path: Path) -> None:
 
 def test_other_backends_are_judged_by_sglangs_own_mode() -> None:
     assert asked(judged((*HICACHE, "--hicache-storage-backend", "file"))) == [Mode.CACHE]
+
+
+def test_host_pools_in_the_daemons_memory_are_counted_in_its_budget() -> None:
+    subject = judged(backend({"host_pools": "daemon"}, "--tp-size=2"))
+    # 100 GB a rank: 100e9 / 65536 bytes a token / 64 tokens + 1 = 23842 pages of 4 MiB, for 2 ranks.
+    leased = 2 * 23842 * (4 << 20)
+    assert [holder.bytes for holder in subject.holders] == [leased]
+    (least, _) = plan_modes(subject.stacks, 1, 1 << 40, subject.holders)
+    enough = leased + least.least.total
+
+    def verdict(budget: int) -> NodeVerdict:
+        return judge(subject.stacks, node_facts(budget, store=True, holders=subject.holders))
+
+    assert verdict(enough).mode is Mode.BUFFER_ONLY
+    short = verdict(enough - 1)
+    assert short.mode is None
+    assert {finding.rule for finding in short.findings} == {"BUDGET"}
+    assert judged(backend({}, "--tp-size=2")).holders == ()
+
+
+def test_host_pools_of_a_size_that_nobody_gave_are_not_counted() -> None:
+    command = tuple(flag for flag in backend({"host_pools": "daemon"}) if not flag.startswith("--hicache-size"))
+    assert judged(command).holders == ()
+
+
+def test_the_plan_says_what_the_host_pools_take_and_that_they_do_not_fit() -> None:
+    subject = judged(backend({"host_pools": "daemon"}))
+    found = room_findings(subject, 1, parse_size("64GiB"))
+    assert {finding.mode for finding in found} == {Mode.BUFFER_ONLY, Mode.CACHE}
+    for finding in found:
+        assert finding.message.endswith("has 0 bytes for it, of 64.0 GiB, beside SGLang's host pools (93.1 GiB).")
+        assert "93.2 GiB" in finding.remedy

@@ -111,10 +111,9 @@ def _verdict(
     """Return the verdict, from the daemon where one is named, and what was assumed of the node."""
     if daemon:
         return _ask(subject, daemon, timeout), ()
-    if budget:
-        return judge(subject.stacks, opt.node_facts(parse_size(budget), store=store)), ()
-    size = assumed_budget(subject.stacks)
-    return judge(subject.stacks, opt.node_facts(size, store=store)), (budget_note(size),)
+    size = parse_size(budget) if budget else assumed_budget(subject.stacks) + subject.held_bytes
+    verdict = judge(subject.stacks, opt.node_facts(size, store=store, holders=subject.holders))
+    return verdict, () if budget else (budget_note(size),)
 
 
 def _ask(subject: Subject, daemon: str, timeout: float) -> NodeVerdict:

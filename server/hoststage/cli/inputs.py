@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hoststage.cli.launch_settings import asked_modes, asked_slots, launch_settings, slots_note
+from hoststage.cli.launch_settings import asked_modes, asked_slots, host_pools, launch_settings, slots_note
 from hoststage.cli.sglang_args import CommandLineError, SglangFlags, json_object, read_command
 from hoststage.cli.sglang_rules import engine_findings
 from hoststage.cli.sglang_settings import engine_settings, inferred_retraction, wishes
-from hoststage.core.findings import Finding, Severity
+from hoststage.core.findings import BudgetHolder, Finding, Severity
 from hoststage.core.stack import KvLayout, Mode, ModeWish, Stack
 from hoststage.models import (
     Assumption,
@@ -71,6 +71,7 @@ class Subject:
 
     stacks: one for each process on one node. shards: the distinct stacks, one for each pipeline stage, with their
     arithmetic where the model was described. engine: what SGLang's own rules say. notes: assumptions.
+    holders: what the processes of one engine take of the daemon's budget beside its arenas.
     """
 
     title: str
@@ -78,6 +79,11 @@ class Subject:
     shards: tuple[tuple[Stack, tuple[PoolDescription, ...]], ...]
     engine: tuple[Finding, ...]
     notes: tuple[Finding, ...]
+    holders: tuple[BudgetHolder, ...] = ()
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(holder.bytes for holder in self.holders)
 
     @property
     def engine_refuses(self) -> bool:
@@ -153,7 +159,9 @@ def _subject(
     engine: list[Finding] = []
     for stack, _ in shards if launch is not None else ():
         engine += [f for f in engine_findings(flags, stack) if f not in engine]
+    holders: tuple[BudgetHolder, ...] = ()
     if asked is not None:
+        holders = host_pools(stacks, asked)
         notes[:] = [note for note in notes if note.subject != "host_slots"]
         notes += [note for note in {slots_note(stack, asked) for stack, _ in shards} if note is not None]
         shards = tuple((asked_slots(stack, asked), pools) for stack, pools in shards)
@@ -169,6 +177,7 @@ def _subject(
         shards=shards,
         engine=tuple(engine),
         notes=tuple(assumed(note) for note in notes),
+        holders=holders,
     )
 
 

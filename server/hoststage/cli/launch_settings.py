@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from hoststage.cli.sglang_args import CommandLineError, SglangFlags, json_object
+from hoststage.core.findings import BudgetHolder
 from hoststage.core.stack import Mode, ModeWish, Stack
 from hoststage.models import Assumption
 
@@ -59,6 +61,17 @@ def asked_slots(stack: Stack, settings: Settings) -> Stack:
     """Return the stack with the slots that the launch asks of the daemon: those of `slots`, never the sizes of SGLang's own host pools."""
     pools = tuple(replace(pool, host_slots=settings.slots.get(pool.name, 0)) for pool in stack.pools)
     return replace(stack, pools=pools)
+
+
+def host_pools(stacks: Iterable[Stack], settings: Settings) -> tuple[BudgetHolder, ...]:
+    """Return what SGLang's host pools take of the daemon's budget, all processes together: nothing where they are its own, or of a size that nobody gave.
+
+    stacks: with the sizes of SGLang's own pools.
+    """
+    if settings.host_pools.value != "daemon":
+        return ()
+    leased = sum(pool.host_slots * pool.page_bytes for stack in stacks for pool in stack.pools if pool.has_host_pool)
+    return (BudgetHolder("SGLang's host pools", leased),) if leased else ()
 
 
 def slots_note(stack: Stack, settings: Settings) -> Assumption | None:

@@ -12,7 +12,7 @@ import typer
 
 from hoststage.cli.inputs import InputError, Request
 from hoststage.cli.sglang_args import CommandLineError
-from hoststage.core.findings import NodeFacts
+from hoststage.core.findings import BudgetHolder, NodeFacts
 from hoststage.core.stack import KvLayout
 from hoststage.models import ModelError
 
@@ -142,9 +142,9 @@ def request_of(
     )
 
 
-def node_facts(budget_bytes: int, *, store: bool) -> NodeFacts:
-    """Return a node that nobody uses yet. What it can pin is known only to a daemon, so pinning is taken as possible."""
-    return NodeFacts(budget_bytes=budget_bytes, store_configured=store, pinned="mlock")
+def node_facts(budget_bytes: int, *, store: bool, holders: tuple[BudgetHolder, ...] = ()) -> NodeFacts:
+    """Return a node that nobody but `holders` uses yet. What it can pin is known only to a daemon, so pinning is taken as possible."""
+    return NodeFacts(budget_bytes=budget_bytes, holders=holders, store_configured=store, pinned="mlock")
 
 
 UnusableInput = (InputError, CommandLineError, ModelError)

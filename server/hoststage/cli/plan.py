@@ -19,7 +19,7 @@ from hoststage.cli.judge import assumed_budget, budget_note
 from hoststage.cli.plan_config import render_config
 from hoststage.cli.plan_report import ModePlan, Need, least_terms, plan_modes
 from hoststage.cli.room import room_finding
-from hoststage.core.fences.context import at_least
+from hoststage.core.fences.context import at_least, in_words
 from hoststage.core.findings import Finding, NodeFacts, Severity
 from hoststage.core.sizing import Term
 from hoststage.core.stack import PoolKind, Stack, ceil_div
@@ -112,12 +112,14 @@ def plan(
     )
     try:
         subject = resolve(request)
-        budget_bytes = parse_size(budget) if budget else assumed_budget(subject.stacks) * engines
+        subject = replace(subject, holders=tuple(replace(h, bytes=h.bytes * engines) for h in subject.holders))
+        assumed = assumed_budget(subject.stacks) * engines + subject.held_bytes
+        budget_bytes = parse_size(budget) if budget else assumed
         if not budget:
             subject = replace(subject, notes=(*subject.notes, budget_note(budget_bytes)))
     except opt.UnusableInput as error:
         opt.unusable(error)
-    plans = plan_modes(subject.stacks, engines, budget_bytes)
+    plans = plan_modes(subject.stacks, engines, budget_bytes, subject.holders)
     room = room_findings(subject, engines, budget_bytes) if budget else ()
     text = config_text(subject, plans, given=bool(budget), budget_bytes=budget_bytes, store=store)
     fits = _fits(subject.stacks[0], room)
@@ -133,7 +135,7 @@ def plan(
 
 def room_findings(subject: Subject, engines: int, budget_bytes: int) -> tuple[Finding, ...]:
     """Return, for each mode asked for, what stands in the way of all processes having it in the budget given."""
-    facts = NodeFacts(budget_bytes=budget_bytes)
+    facts = NodeFacts(budget_bytes=budget_bytes, holders=subject.holders)
     modes = dict.fromkeys(wish.mode for wish in subject.stacks[0].modes)
     found = (room_finding(subject.stacks, engines, facts, mode) for mode in modes)
     return tuple(f for f in found if f is not None)
@@ -166,7 +168,7 @@ def _write(path: Path | None, text: str, *, force: bool) -> None:
 
 def config_text(subject: Subject, plans: Sequence[ModePlan], *, given: bool, budget_bytes: int, store: bool) -> str:
     """Return the file for `hoststage serve`: the given budget, else what the greediest mode takes, in whole GiB."""
-    needed = max(plan.chosen.total for plan in plans)
+    needed = max(plan.chosen.total for plan in plans) + subject.held_bytes
     budget = budget_bytes if given else ceil_div(needed, GIB) * GIB
     return render_config(
         title=subject.title,
@@ -197,6 +199,9 @@ def report(
         lines.append("")
     for plan in plans:
         lines += _mode_lines(plan, len(subject.stacks), engines)
+    for holder in subject.holders:
+        size = f"{holder.bytes} bytes ({in_words(holder.bytes)})"
+        lines += [f"Beside the arenas, in the kernel's limits too: {holder.name} in the daemon's memory = {size}", ""]
     findings = (*room, *subject.engine, *subject.notes)
     if findings:
         lines.append("Findings and assumptions")

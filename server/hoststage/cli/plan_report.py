@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hoststage.core.findings import NodeFacts
+from hoststage.core.findings import BudgetHolder, NodeFacts
 from hoststage.core.sizing import PoolSizing, Sizing, Term, size_pools
 from hoststage.core.stack import Mode, Stack, ceil_div, namespace_of
 
@@ -95,14 +95,17 @@ class ModePlan:
     chosen: Need
 
 
-def plan_modes(stacks: Sequence[Stack], engines: int, budget_bytes: int) -> tuple[ModePlan, ...]:
+def plan_modes(
+    stacks: Sequence[Stack], engines: int, budget_bytes: int, holders: tuple[BudgetHolder, ...] = ()
+) -> tuple[ModePlan, ...]:
     """Return the plan of each mode that the stacks ask for.
 
     stacks: those of one engine's processes on the node. engines: how many such engines share the node; they
-    serve the same model, so their namespaces, and with them the read arenas, are the same.
+    serve the same model, so their namespaces, and with them the read arenas, are the same. holders: what else is in the budget.
     """
+    facts = NodeFacts(budget_bytes=budget_bytes, holders=holders)
     modes = tuple(dict.fromkeys(wish.mode for wish in stacks[0].modes))
-    return tuple(plan_mode(stacks, engines, NodeFacts(budget_bytes=budget_bytes), mode) for mode in modes)
+    return tuple(plan_mode(stacks, engines, facts, mode) for mode in modes)
 
 
 def plan_mode(stacks: Sequence[Stack], engines: int, facts: NodeFacts, mode: Mode) -> ModePlan:

@@ -91,11 +91,14 @@ def _refused(plan: ModePlan, processes: int, facts: NodeFacts, mode: Mode) -> Fi
     room = f"the node's budget has {in_words(facts.free_bytes)} for it" + (
         "" if facts.free_bytes == facts.budget_bytes else f", of {in_words(facts.budget_bytes)}"
     )
-    remedy = f"Raise the budget to {at_least(needed)} or more"
+    held = facts.committed_bytes
+    if facts.holders:
+        room += f", beside {listed(f'{h.name} ({in_words(h.bytes)})' for h in facts.holders)}"
+    remedy = f"Raise the budget to {at_least(held + needed)} or more"
     if needed > least:
         what = f"{at_least(needed)} with the sizes asked for, {at_least(least)} at the least"
         remedy += ", or ask for smaller pools"
-        remedy += "" if least <= facts.free_bytes else f" and raise it to {at_least(least)} or more"
+        remedy += "" if least <= facts.free_bytes else f" and raise it to {at_least(held + least)} or more"
     else:
         what = f"{at_least(least)} at the least"
     remedy += "." if processes == 1 else ", or run fewer processes on the node."
