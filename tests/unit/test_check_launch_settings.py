@@ -149,4 +149,4 @@ def test_the_plan_says_what_the_host_pools_take_and_that_they_do_not_fit() -> No
     assert {finding.mode for finding in found} == {Mode.BUFFER_ONLY, Mode.CACHE}
     for finding in found:
         assert finding.message.endswith("has 0 bytes for it, of 64.0 GiB, beside SGLang's host pools (93.1 GiB).")
-        assert "93.2 GiB" in finding.remedy
+        assert "93.3 GiB" in finding.remedy  # with the 96 MiB of the arenas, rounded up
