@@ -238,6 +238,16 @@ def test_a_message_that_lists_without_end_is_refused_before_anybody_waits_for_it
     assert inline.ask(10, ping=pb.Ping(payload=b"x")).pong.payload == b"x"
 
 
+@pytest.mark.parametrize("generations", [[], [1], [1, 2, 3]])
+def test_slots_without_their_generations_are_refused_by_name(inline, generations):
+    # One without a slot among them, and without.
+    for i, slots in enumerate(([0, 1], [0, 0xFFFFFFFF])):
+        entry = pb.PoolSlots(slots=slots, generations=generations)
+        assert reason_of(inline.ask(20 + i, abort=pb.Abort(slots=[entry]))) == "RANGES"
+        commit = pb.Commit(span=span(keys_of(2)), slots=[entry])
+        assert reason_of(inline.ask(30 + i, commit=commit)) == "RANGES"
+
+
 def test_a_store_of_which_a_part_lists_too_much_is_dropped_and_charged_no_more(inline):
     first = pb.InlineStore(span=span(keys_of(2)), pages=[pb.InlinePage(data=bytes(PAGE))])
     inline.send(pb.ClientMessage(request_id=9, inline_store=first))

@@ -217,6 +217,15 @@ async def test_an_import_that_is_dropped_in_the_middle_is_closed_when_the_move_h
     assert service.imported_descriptors.taken == 0
 
 
+@pytest.mark.parametrize("span", [ops.Span(b"k" * 16, 16), ops.Span(b"", 16)], ids=["no ranges", "no keys"])
+async def test_a_store_of_nothing_is_refused_by_name(service, span):
+    session = await _session(service)
+    with pytest.raises(RequestError, match="names no") as refused:
+        await session.imported.store(ImportedStore(span, ()), 7)
+    assert (refused.value.reason, refused.value.field) == ("RANGES", "span.keys" if not span.keys else "span.ranges")
+    assert _free(service)
+
+
 async def test_another_path_has_no_imports(service):
     session = await service.open(SessionRequest(stack()), Inbox())
     with pytest.raises(RequestError) as told:

@@ -291,8 +291,9 @@ class ImportedPath:
 
     def _parts(self, span: ops.Span) -> list[SpanPart]:
         keys = keys_of(span, self._session.max_span_keys)
-        if not keys:
-            raise RequestError("RANGES", "a store names no keys", field="span.keys")
+        if not keys or not span.ranges:
+            missing = "ranges" if keys else "keys"
+            raise RequestError("RANGES", f"a store names no {missing}", field=f"span.{missing}")
         return parts_of(span, keys, self._session.pool_count)
 
     def _checked(self, places: Places, at: str) -> Import:

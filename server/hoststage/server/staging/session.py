@@ -32,7 +32,7 @@ from hoststage.server.staging.lookups import Lookups
 from hoststage.server.staging.messages import InlineReply, PagesInMessages
 from hoststage.server.staging.moves import Moves
 from hoststage.server.staging.namespaces import NamespaceMemory
-from hoststage.server.staging.wire_spans import keys_of, parts_of, pool_slots, ranges, reserve_reply
+from hoststage.server.staging.wire_spans import check_paired, keys_of, parts_of, pool_slots, ranges, reserve_reply
 from hoststage.v1 import ops
 
 if TYPE_CHECKING:
@@ -283,6 +283,7 @@ class Session:
         for i, entry in enumerate(slots):
             if entry.pool >= len(self._write):
                 raise RequestError("RANGES", f"pool {entry.pool} is not in the stack", field=f"slots[{i}].pool")
+            check_paired(entry, f"slots[{i}]")
             parts.append(SpanPart(entry.pool, 0, len(entry.slots), (), entry.slots, entry.generations))
         try:
             self._tier.abort(self.core, parts)

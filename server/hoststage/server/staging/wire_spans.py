@@ -57,6 +57,7 @@ def parts_of(
             )
         part = SpanPart(r.pool, r.first, r.count, keys[r.first : r.first + r.count] if n else ())
         if slots is not None:
+            check_paired(slots[i], f"slots[{i}]")
             if slots[i].pool != r.pool or len(slots[i].slots) != r.count:
                 raise RequestError(
                     "RANGES",
@@ -67,6 +68,17 @@ def parts_of(
             part.generations = slots[i].generations.astype(np.uint32, copy=False)
         parts.append(part)
     return parts
+
+
+def check_paired(entry: ops.PoolSlots, at: str) -> None:
+    """Check that every slot has its generation. Raises `RequestError`."""
+    if len(entry.slots) != len(entry.generations):
+        raise RequestError(
+            "RANGES",
+            f"{len(entry.slots)} slots with {len(entry.generations)} generations",
+            field=f"{at}.generations",
+            remedy="name a generation for each slot, as they were granted",
+        )
 
 
 def pool_slots(parts: Sequence[fx.PartSlots]) -> tuple[ops.PoolSlots, ...]:
