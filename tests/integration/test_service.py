@@ -242,6 +242,39 @@ async def test_beliefs_spare_the_writes_of_what_another_session_stored(beliefs, 
     executor.shutdown()
 
 
+@pytest.mark.parametrize("model", ["m", "another"])
+async def test_memory_counts_until_it_is_back_and_who_needs_it_waits_for_that(service, model):
+    first = await service.open(SessionRequest(stack(Mode.CACHE)), Inbox())
+    executor = ThreadPoolExecutor(4)
+    pool = ArenaPool(MemoryPolicy(lock=False))
+    # As much as one session and its namespace need.
+    tight = Service(ServiceOptions(service.ledger.taken), MemoryStore(), pool, executor)
+    service.end(first.session_id, "bye")
+    first = await tight.open(SessionRequest(stack(Mode.CACHE)), Inbox())
+    going_on, wait = asyncio.Event(), asyncio.Event()
+    release = tight._maker.release
+
+    async def slowly(arenas):
+        going_on.set()
+        await wait.wait()
+        await release(arenas)
+
+    tight._maker.release = slowly
+    before = tight.ledger.taken
+    tight.end(first.session_id, "bye")
+    await going_on.wait()
+    assert tight.ledger.taken == before, "the memory is still there"
+    opening = asyncio.create_task(tight.open(SessionRequest(stack(Mode.CACHE, model=model)), Inbox()))
+    await asyncio.sleep(0.05)
+    assert not opening.done()
+    wait.set()
+    async with asyncio.timeout(10):
+        await opening
+    assert tight.ledger.taken <= tight.ledger.budget
+    await tight.close()
+    executor.shutdown()
+
+
 async def test_namespaces_that_nobody_uses_give_their_descriptors_up_for_new_ones():
     executor = ThreadPoolExecutor(4)
     pool = ArenaPool(MemoryPolicy(lock=False), most_memfds=8)

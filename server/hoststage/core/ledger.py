@@ -54,6 +54,13 @@ class Ledger:
             self._bytes.pop(name, None)
             self._reclaimable.discard(name)
 
+    def move(self, name: str, to: str) -> int:
+        """Let another holder have all that one has; return how much that is."""
+        amount = self._bytes.get(name, 0)
+        self.give(name)
+        self.force(to, amount)
+        return amount
+
     def mark(self, name: str, *, reclaimable: bool) -> None:
         """Say whether a holder would give everything back on demand."""
         if reclaimable:

@@ -9,8 +9,10 @@ import asyncio
 import hmac
 import itertools
 import secrets
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from typing import Any
 from weakref import WeakValueDictionary
 
 import structlog
@@ -68,6 +70,9 @@ class ServiceOptions:
     holds: HoldOptions = field(default_factory=HoldOptions)
 
 
+_RETURNING = "arenas that are being given back"
+
+
 class Service:
     """See `TierService` for the meaning of the public methods."""
 
@@ -88,6 +93,7 @@ class Service:
         # A lock lives only as long as someone opens a session of its namespace.
         self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._entering: set[str] = set()
+        self._came_back = asyncio.Event()
         self._ids = itertools.count(1)
 
     @property
@@ -231,6 +237,9 @@ class Service:
         """Give up some idle memory where so many bytes, or memfds, are not free; False where nothing was given up, or need be."""
         if size <= self.ledger.free and memfds <= self._arena_pool.memfds_left:
             return False
+        if any(h.name == _RETURNING for h in self.ledger.holders()):
+            await self._came_back.wait()
+            return True
         given_up = await self._reclaim_one(keep, max(1, size - self.ledger.free))
         self.sync_idle_arenas()
         return given_up
@@ -254,11 +263,11 @@ class Service:
         space = self._namespaces.pop(name)
         self.tier.namespaces.pop(name)
         self.engine.read_arenas.pop(name)
-        self.ledger.give(space.holder)
+        arenas = list(space.arenas)
         if space.indexes is not None:
             space.indexes.close()
-            await self._maker.release(space.indexes.arenas)
-        await self._maker.release(space.arenas)
+            arenas = [*space.indexes.arenas, *arenas]
+        await self._give_back(arenas, [space.holder])
         log.info("namespace.closed", namespace=name[:12], model=space.model)
 
     async def _namespace(self, request: SessionRequest, grant: Grant, name: str) -> NamespaceMemory:
@@ -363,20 +372,33 @@ class Service:
     def _session_over(self, session_id: int) -> None:
         session = self._sessions.pop(session_id)
         arenas = self.engine.write_arenas.pop(session_id)
-        for holder in [h.name for h in self.ledger.holders()]:
-            mine = holder.startswith(f"session {session_id} ") or holder.endswith(f" session {session_id}'s client")
-            if mine:
+        names = [h.name for h in self.ledger.holders()]
+        for holder in names:
+            if holder.endswith(f" session {session_id}'s client"):
                 self.ledger.give(holder)
         space = self._namespaces.get(session.core.namespace.name)
         if space is not None and not space.core.sessions:
             space.used_at = self.engine.now()
             self.ledger.mark(space.holder, reclaimable=True)
         self.leases.session_over(session_id)
-        self.engine.spawn(self._give_back(arenas))
+        # What it had counts until it is back: nobody else is granted memory that is still there. From now on, since nobody may take it in between.
+        self.engine.spawn(self._give_back(arenas, [n for n in names if n.startswith(f"session {session_id} ")]))
 
-    async def _give_back(self, arenas: list[PoolArena]) -> None:
-        await self._maker.release(arenas)
-        self.sync_idle_arenas()
+    def _give_back(self, arenas: list[PoolArena], holders: Sequence[str]) -> Coroutine[Any, Any, None]:
+        """Give arenas back, which count as reclaimable from now on until they are closed or idle. The coroutine returned must be run."""
+        size = sum(self.ledger.move(holder, _RETURNING) for holder in holders)
+        self.ledger.mark(_RETURNING, reclaimable=True)
+
+        async def release() -> None:
+            try:
+                await self._maker.release(arenas)
+            finally:
+                self.ledger.give(_RETURNING, size)
+                self.sync_idle_arenas()
+                came_back, self._came_back = self._came_back, asyncio.Event()
+                came_back.set()
+
+        return release()
 
     # -------------------------------------------------------------- operators
 
