@@ -14,6 +14,8 @@ from hoststage.cli.options import node_facts
 from hoststage.cli.plan import room_findings
 from hoststage.cli.plan_report import plan_modes
 from hoststage.cli.sglang_args import CommandLineError
+from hoststage.client import StackError
+from hoststage.client.engines.sglang.settings import Settings
 from hoststage.core.stack import Mode
 
 BACKEND = {
@@ -82,12 +84,12 @@ def test_rules_of_sglang_still_see_the_sizes_of_its_own_pools() -> None:
         (
             backend({"adress": "x"}),
             "--hicache-storage-backend-extra-config",
-            "hoststage.adress is 'x'. Use one of address",
+            "hoststage.adress is 'unknown'. Use one of address",
         ),
         (
             linker({"adress": "x"}),
             "--unified-cache-external-linker-config",
-            "hoststage.adress is 'x'. Use one of address",
+            "hoststage.adress is 'unknown'. Use one of address",
         ),
         (backend({"required": "yes"}), "--hicache-storage-backend-extra-config", "hoststage.required is 'yes'"),
         (
@@ -153,3 +155,10 @@ def test_the_plan_says_what_the_host_pools_take_and_that_they_do_not_fit() -> No
         (Mode.BUFFER_ONLY, "Raise the budget to 93.2 GiB or more."),
         (Mode.CACHE, "Raise the budget to 93.3 GiB or more."),
     ]
+
+
+@pytest.mark.parametrize("given", [{"tokn": "s3cret"}, {"token": ["s3cret"]}])
+def test_what_may_be_a_token_is_not_repeated_in_an_error(given):
+    with pytest.raises(StackError) as refused:
+        Settings.of({"hoststage": given})
+    assert "s3cret" not in str(refused.value)

@@ -58,7 +58,8 @@ class Settings:
         names = {f.name: f for f in fields(cls)}
         unknown = sorted(set(given) - set(names))
         if unknown:
-            raise StackError(f"{SECTION}.{unknown[0]}", given[unknown[0]], f"use one of {', '.join(sorted(names))}")
+            # Its value stays unsaid: it may be a token under a misspelt name, and this goes into logs.
+            raise StackError(f"{SECTION}.{unknown[0]}", "unknown", f"use one of {', '.join(sorted(names))}")
         return cls(**{name: _value(name, value) for name, value in given.items()})
 
 
@@ -77,7 +78,8 @@ def _value(name: str, value: Any) -> Any:
     if name.endswith(("_timeout", "_seconds")):
         good = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
         return float(_need(good, at, value, "write seconds greater than 0"))
-    return _need(isinstance(value, str), at, value, "write text")
+    said = f"a {type(value).__name__}" if name == "token" else value
+    return _need(isinstance(value, str), at, said, "write text") and value
 
 
 def _whole(value: object) -> bool:
