@@ -4,16 +4,19 @@ import logging
 import os
 import pwd
 import re
+import signal
 import socket
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 
-from hoststage.client import DaemonUnavailable, PayloadPath, connect
+from hoststage.client import DaemonUnavailable, DeadlineExceeded, Mode, PayloadPath, connect
 from tests.integration.daemon import Daemon, environment, eventually
 from tests.integration.test_client_session import keys_of, rows_of, stack
 from tests.integration.test_daemon_operators import cli
+from tests.life_support import slots_in_use
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +45,38 @@ def test_a_port_where_nobody_listens_is_named_with_the_systems_word():
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
     assert told(f"127.0.0.1:{port}").startswith(f"no daemon answers at 127.0.0.1:{port}: Connection refused; ")
+
+
+def test_what_cannot_be_given_back_to_a_daemon_that_does_not_read_is_given_back_later(daemon):
+    keys = keys_of(4, "stalled")
+    spec = stack("stalled", mode=Mode.BUFFER_ONLY)
+    with connect(daemon.address, stack=spec, timeout=20, credits=4) as session:
+        assert session.store(keys, {"kv": rows_of(4)}).wait().ok
+        loaded, batch = session.load(keys), session.reserve(keys_of(2, "other"), {"kv": 2})
+        eventually(lambda: slots_in_use(daemon) == {"read/kv/ready": 4, "write/kv/reserved": 6})
+        daemon.process.send_signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(DeadlineExceeded, match="does not read"):
+                for i in range(100_000):
+                    with suppress_no_answer():
+                        session.lookup([b"%032d" % i], timeout=0.001)
+            with pytest.raises(DeadlineExceeded):
+                session.store(keys_of(4, "new"), {"kv": rows_of(4)}, timeout=0.1)
+            loaded.release()
+            batch.abort()
+        finally:
+            daemon.process.send_signal(signal.SIGCONT)
+        eventually(lambda: slots_in_use(daemon) == {"write/kv/reserved": 4}, 20)
+        assert session.store(keys_of(4, "new"), {"kv": rows_of(4)}).wait().ok
+
+
+@contextmanager
+def suppress_no_answer():
+    try:
+        yield
+    except DeadlineExceeded as error:
+        if "no answer" not in str(error):
+            raise
 
 
 AS_NOBODY = """

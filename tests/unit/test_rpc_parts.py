@@ -11,6 +11,7 @@ import pytest
 from hoststage.server.contract import ArenaFacts, PinFacts, RequestError
 from hoststage.server.rpc import inline, sockets
 from hoststage.server.rpc.connections import Connection, Connections, InlineLimits
+from hoststage.server.rpc.dataserver import DataServer
 from hoststage.server.rpc.outbox import Outbox
 from hoststage.server.rpc.peers import PeerPolicy
 from hoststage.server.rpc.tickets import LIFE_SECONDS, Tickets
@@ -289,3 +290,19 @@ def test_latencies_are_cumulative_and_in_seconds():
     counts = {s.labels["le"]: s.value for s in family.samples if s.name.endswith("_bucket")}
     assert (counts["5e-05"], counts["0.25"], counts["0.5"], counts["+Inf"]) == (1, 1, 2, 3)
     assert next(s.value for s in family.samples if s.name.endswith("_sum")) == pytest.approx(100.30002)
+
+
+async def test_a_data_connection_for_which_there_is_no_thread_is_closed_and_takes_no_place(wired, monkeypatch):
+    connections, connection = wired
+    server = DataServer(connections, 1 << 20)
+    ours, theirs = socket.socketpair()
+
+    def fail(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading.Thread.start", fail)
+    with theirs, pytest.raises(RuntimeError, match="new thread"):
+        server._start(connection, ours, 1)
+    assert (ours.fileno(), connection.data, connections.metrics.data) == (-1, set(), 0)
+    async with asyncio.timeout(2):
+        await server.stop()

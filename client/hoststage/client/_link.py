@@ -29,6 +29,8 @@ from hoststage.v1.convert import slots_from_proto, slots_to_proto
 
 FEATURES = ("lane", "inline", "imported", "data", "pins", "holds", "whole_arenas", "credits", "page_index")
 _UNANSWERED = ("release", "revoke_ack", "touch")
+_AT_ANY_TIME = ("release", "abort", "revoke_ack", "return_arena", "cancel_load")
+"""What gives back something that has a number of its own, and so means the same later."""
 _M = TypeVar("_M")
 
 
@@ -125,6 +127,7 @@ class Link:
         self.message_room = 4096
         self.findings: tuple[Finding, ...] = ()
         self.unreleased: deque[ops.Release] = deque()
+        self._unsent: deque[Request] = deque()
         self.commits: dict[int, Pushed] = {}
         self.loads: dict[int, Pushed] = {}
         self.leased: set[int] = set()
@@ -288,14 +291,23 @@ class Link:
         return answer
 
     def post(self, message: Request) -> None:
-        """Send what has no answer, or one that nobody waits for. A lost connection swallows it."""
+        """Send what has no answer, or one that nobody waits for. A lost connection swallows it; where the daemon does not read, it is sent later."""
+        if not self._sent(message) and _name(message) in _AT_ANY_TIME:
+            # What it gives back would be nobody's otherwise, for as long as the session lives.
+            self._unsent.append(message)
+
+    def _sent(self, message: Request) -> bool:
+        """Send such a message; False where the daemon does not read for now."""
         try:
             if _name(message) in _UNANSWERED:
                 self.transport.send(message, 0, Deadline(1.0))
             else:
                 self.start(message, Waiter(), Deadline(1.0))
+        except DeadlineExceeded:
+            return False
         except HostStageError:
-            return
+            return True
+        return True
 
     def release(self, load_id: int) -> None:
         """Give the leases of a load up."""
@@ -322,7 +334,12 @@ class Link:
             self.abort(message.slots)
 
     def flush_released(self) -> None:
-        """Send releases of loads that were dropped without a release (their finalizers must not send)."""
+        """Send what could not be sent before, and releases of loads that were dropped without a release (their finalizers must not send)."""
+        while self._unsent:
+            message = self._unsent.popleft()
+            if not self._sent(message):
+                self._unsent.appendleft(message)
+                return
         while self.unreleased:
             release = self.unreleased.popleft()
             self.leased.difference_update(release.load_ids)

@@ -153,8 +153,19 @@ def post_commit(
     link: Link, part: CommitPart, span: ops.Span, slots: tuple[ops.PoolSlots, ...], deadline: Deadline
 ) -> None:
     """Commit written slots without waiting for the answer: what it says is the part's to tell."""
-    waiter = _Posted(link, part, slots)
-    link.start(ops.Commit(span, slots), waiter, deadline, lambda request: link.commits.__setitem__(request, part))
+    _send(link, part, span, slots, _Posted(link, part, slots), deadline)
+
+
+def _send(
+    link: Link, part: CommitPart, span: ops.Span, slots: tuple[ops.PoolSlots, ...], waiter: Waiter, deadline: Deadline
+) -> None:
+    """Send a commit. Where that fails, its slots go back."""
+    try:
+        link.start(ops.Commit(span, slots), waiter, deadline, lambda request: link.commits.__setitem__(request, part))
+    except BaseException:
+        link.commits.pop(waiter.request_id, None)
+        link.abort(slots)
+        raise
 
 
 def _answered(
@@ -182,7 +193,7 @@ def commit(link: Link, part: CommitPart, span: ops.Span, slots: tuple[ops.PoolSl
             _answered(link, part, waiter.request_id, slots, message)
 
     waiter = Waiter(orphan=late)
-    link.start(ops.Commit(span, slots), waiter, deadline, lambda request: link.commits.__setitem__(request, part))
+    _send(link, part, span, slots, waiter, deadline)
     try:
         reply = link.expect(link.finish(waiter, deadline, "commit"), ops.CommitReply)
     except DeadlineExceeded:
