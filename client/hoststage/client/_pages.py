@@ -27,7 +27,7 @@ Mover: TypeAlias = Callable[[Offsets, Offsets, Offsets], object]
 
 PACKED_KEY_BYTES = 32
 _FEW = 2
-_LARGE = 2 << 20
+_LARGE = 4 << 20
 MAX_KEY_BYTES = 64
 
 

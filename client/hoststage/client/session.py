@@ -64,7 +64,7 @@ def connect(
 
     address: `unix:///path` or `host:port`; by default `$HOSTSTAGE_ADDRESS`, else the default socket. worker, client: names for operators. token:
     bearer token, where the daemon demands one; by default `$HOSTSTAGE_TOKEN`. timeout: seconds, of the handshake and of every call that names none. credits: write
-    slots per pool to be granted ahead, which spares a store its reservation. copy_threads: threads that share a copy between the caller's memory and the arenas, 2 MiB or more each:
+    slots per pool to be granted ahead, which spares a store its reservation. copy_threads: threads that share a copy between the caller's memory and the arenas, 4 MiB or more each:
     faster where cores are idle, slower in a process whose other threads keep Python busy. register: "auto" registers the mapped memory with CUDA where torch
     is loaded and sees a device, "require" raises `RegistrationFailed` where it cannot, "never" leaves it. on_push: called with every message that the daemon
     pushes, in the thread that reads; it must not block.

@@ -36,7 +36,7 @@ _IOV_MAX = 1024
 _BATCH_BYTES = 1 << 30  # below the kernel's 2 GiB bound on one transfer, which would cut it short
 _LARGE_RUN_BYTES = 8 << 20
 _TINY_BYTES = 32 << 10
-_SHARE_BYTES = 2 << 20
+_SHARE_BYTES = 4 << 20
 MOST_THREADS = 4
 """More than a few threads gain nothing: they share the memory's bandwidth."""
 
@@ -112,7 +112,7 @@ def copy_pages(
     :param src_base: address of the source range.
     :param src_offsets: ``int64[n]``, byte offset of each page in the source.
     :param lengths: ``int64[n]`` bytes of each page, or one number for all.
-    :param threads: how many threads may share the work, the caller's among them; each gets 2 MiB at least.
+    :param threads: how many threads may share the work, the caller's among them; each gets 4 MiB at least.
     :raises ValueError: when the arrays differ in length or hold a negative number.
     :raises OSError: ``EFAULT`` when a range is not mapped.
 
