@@ -220,6 +220,19 @@ async def test_only_who_knows_its_secret_replaces_a_session(service):
     assert old.session_id not in {s.session for s in service.facts().sessions}
 
 
+@pytest.mark.parametrize(("claimed", "counted"), [(4096, 4096), (1 << 63, 10_000)])
+async def test_what_a_client_says_it_retains_counts_as_far_as_there_is_such_memory(
+    service, monkeypatch, claimed, counted
+):
+    pool = service._arena_pool
+    monkeypatch.setattr("hoststage.server.staging.service.shared_bytes", lambda: pool.bytes + 10_000)
+    session = await service.open(SessionRequest(stack(), retained_bytes=claimed), Inbox())
+    holder = f"memory retained by session {session.session_id}'s client"
+    assert [h.bytes for h in service.ledger.holders() if h.name == holder] == [counted]
+    service.end(session.session_id, "bye")
+    assert all(h.name != holder for h in service.ledger.holders())
+
+
 @pytest.mark.parametrize(("beliefs", "written"), [(1000, 8), (0, 16)])
 async def test_beliefs_spare_the_writes_of_what_another_session_stored(beliefs, written):
     executor = ThreadPoolExecutor(4)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hoststage.server.memory.arena import numa_nodes
-from hoststage.server.memory.limits import default_budget, detect_limits, free_bytes, swap_bytes
+from hoststage.server.memory.limits import default_budget, detect_limits, free_bytes, shared_bytes, swap_bytes
 
 GIB = 1 << 30
 
@@ -127,3 +127,17 @@ def test_only_nodes_with_memory_that_this_process_may_use_are_chosen(root):
     write(root, "sys/devices/system/node/has_memory", "0-1,3\n")
     write(root, "proc/self/status", "Name:\tx\nMems_allowed_list:\t1-3\n")
     assert numa_nodes(str(root)) == (1, 3)
+
+
+def test_shared_memory_is_what_lies_in_memory_in_huge_pages_and_in_swap(tmp_path):
+    lines = (
+        "Shmem: 1000 kB",
+        "SwapTotal: 50 kB",
+        "SwapFree: 20 kB",
+        "HugePages_Total: 4",
+        "HugePages_Free: 1",
+        "Hugepagesize: 2048 kB",
+    )
+    write(tmp_path, "proc/meminfo", "\n".join(lines))
+    assert shared_bytes(str(tmp_path)) == (1000 + 30 + 3 * 2048) * 1024
+    assert shared_bytes(str(tmp_path / "nothing")) > 1 << 50

@@ -69,6 +69,15 @@ def free_bytes(root: str = "/") -> int:
     return available if limit < 0 else max(0, min(available, limit - used))
 
 
+def shared_bytes(root: str = "/") -> int:
+    """Return the most that all shared memory on this host can come to now: in memory, in huge pages, and swapped out."""
+    info = _meminfo(Path(root) / "proc/meminfo")
+    if "Shmem" not in info:
+        return _UNLIMITED
+    huge = (info.get("HugePages_Total", 0) - info.get("HugePages_Free", 0)) // 1024 * info.get("Hugepagesize", 0)
+    return info["Shmem"] + huge + info.get("SwapTotal", 0) - info.get("SwapFree", 0)
+
+
 def swap_bytes(root: str = "/") -> int:
     """Return how much swap this host has."""
     return _meminfo(Path(root) / "proc/meminfo").get("SwapTotal", 0)

@@ -69,6 +69,13 @@ class ArenaPool:
             return sum(i.arena.size for i in self._idle)
 
     @property
+    def bytes(self) -> int:
+        """Bytes of all arenas, those that former clients still map among them."""
+        with self._lock:
+            kept = sum(i.arena.size for i in (*self._idle, *self._lingering))
+            return kept + sum(arena.size for arena in self._owner)
+
+    @property
     def memfds_left(self) -> int:
         """Memfds that new arenas may have before anything is closed for them."""
         with self._lock:

@@ -29,6 +29,7 @@ from hoststage.core.writepool import WritePool
 from hoststage.server.contract import ImportFacts, PoolFacts, Port, Refusal, SessionRequest, TierFacts
 from hoststage.server.memory.arena import ArenaKind, MemoryUnavailable
 from hoststage.server.memory.imports import descriptor_limit
+from hoststage.server.memory.limits import shared_bytes
 from hoststage.server.memory.pool import ArenaPool
 from hoststage.server.staging.arenas import ArenaMaker, PoolArena
 from hoststage.server.staging.durable import HoldOptions
@@ -335,7 +336,7 @@ class Service:
         self.engine.write_arenas[session_id] = write
         if self._own_previous(request) is None:
             # What a session of this daemon left mapped is on that session's account until its client is gone.
-            self.ledger.force(f"memory retained by session {session_id}'s client", request.retained_bytes)
+            self.ledger.force(f"memory retained by session {session_id}'s client", self._believable(request))
         log.info(
             "session.opened",
             session=session_id,
@@ -347,6 +348,17 @@ class Service:
             path=verdict.grant.path.value,
         )
         return session
+
+    def _believable(self, request: SessionRequest) -> int:
+        """Return the bytes that a client may have kept of an earlier daemon: its word, as far as there is so much shared memory that is not ours.
+
+        Whoever claims more would otherwise leave nothing of the budget to anybody.
+        """
+        most = max(0, shared_bytes() - self._arena_pool.bytes)
+        if request.retained_bytes <= most:
+            return request.retained_bytes
+        log.warning("session.claims_too_much", client=request.client, claimed=request.retained_bytes, counted=most)
+        return most
 
     # -------------------------------------------------------------- endings
 
