@@ -248,6 +248,14 @@ def test_slots_without_their_generations_are_refused_by_name(inline, generations
         assert reason_of(inline.ask(30 + i, commit=commit)) == "RANGES"
 
 
+@pytest.mark.parametrize(
+    "body",
+    [{"lease_arena": pb.LeaseArena(name="n" * 513, bytes=1)}, {"import_memory": pb.ImportMemory(name="n" * 513)}],
+)
+def test_a_name_without_end_is_refused_before_it_stands_in_a_log(inline, body):
+    assert reason_of(inline.ask(9, **body)) == "TEXT_TOO_LONG"
+
+
 def test_a_store_of_which_a_part_lists_too_much_is_dropped_and_charged_no_more(inline):
     first = pb.InlineStore(span=span(keys_of(2)), pages=[pb.InlinePage(data=bytes(PAGE))])
     inline.send(pb.ClientMessage(request_id=9, inline_store=first))

@@ -106,9 +106,15 @@ def _or(table: Mapping[Any, E], value: int, default: E, field: str) -> E:
     return default if value == 0 else _strict(table, value, field)
 
 
-def _text(value: str, field: str) -> str:
+def text_of(value: str, field: str) -> str:
+    """Return a name that is short enough for logs and status. Raises `RequestError`."""
     if len(value) > MAX_TEXT:
-        raise RequestError("TEXT_TOO_LONG", f"{field} has {len(value)} characters, at most {MAX_TEXT}", field=field)
+        raise RequestError(
+            "TEXT_TOO_LONG",
+            f"{field} has {len(value)} characters, at most {MAX_TEXT}",
+            field=field,
+            remedy="choose a shorter one",
+        )
     return value
 
 
@@ -131,7 +137,7 @@ def _pool(m: spb.Pool, at: str) -> core.Pool:
     kind = _strict(_KIND, m.kind, f"{at}.kind")
     _listed(len(m.pieces), MAX_PIECES, f"{at}.pieces")
     return core.Pool(
-        name=_text(m.name, f"{at}.name"),
+        name=text_of(m.name, f"{at}.name"),
         kind=kind,
         page_bytes=m.page_bytes,
         page_tokens=m.page_tokens,
@@ -142,8 +148,8 @@ def _pool(m: spb.Pool, at: str) -> core.Pool:
         group_pages=m.group_pages,
         layout=_or(_LAYOUT, m.layout, core.KvLayout.PAGED, f"{at}.layout"),
         placement=_or(_PLACEMENT, m.placement, core.Placement.HOST_POOL, f"{at}.placement"),
-        indices_from_pool=_text(m.indices_from_pool, f"{at}.indices_from_pool"),
-        shares_arena_with=_text(m.shares_arena_with, f"{at}.shares_arena_with"),
+        indices_from_pool=text_of(m.indices_from_pool, f"{at}.indices_from_pool"),
+        shares_arena_with=text_of(m.shares_arena_with, f"{at}.shares_arena_with"),
         replicated=m.replicated,
         pieces=tuple(m.pieces),
         host_slots=m.host_slots,
@@ -168,14 +174,14 @@ def _parallel(m: spb.Parallel) -> core.Parallel:
 
 def _identity(m: spb.Identity) -> core.Identity:
     return core.Identity(
-        model=_text(m.model, "identity.model"),
-        tenant=_text(m.tenant, "identity.tenant") or "default",
-        weights_revision=_text(m.weights_revision, "identity.weights_revision"),
-        quantization=_text(m.quantization, "identity.quantization"),
-        kv_scales=_text(m.kv_scales, "identity.kv_scales"),
-        dtype=_text(m.dtype, "identity.dtype"),
-        layout=_text(m.layout, "identity.layout"),
-        key_hash=_text(m.key_hash, "identity.key_hash"),
+        model=text_of(m.model, "identity.model"),
+        tenant=text_of(m.tenant, "identity.tenant") or "default",
+        weights_revision=text_of(m.weights_revision, "identity.weights_revision"),
+        quantization=text_of(m.quantization, "identity.quantization"),
+        kv_scales=text_of(m.kv_scales, "identity.kv_scales"),
+        dtype=text_of(m.dtype, "identity.dtype"),
+        layout=text_of(m.layout, "identity.layout"),
+        key_hash=text_of(m.key_hash, "identity.key_hash"),
     )
 
 
@@ -226,8 +232,8 @@ def request_from_proto(m: pb.Hello) -> SessionRequest:
     _listed(len(m.features), MAX_LISTED, "features")
     return SessionRequest(
         stack=stack_from_proto(m.stack),
-        client=_text(m.client, "client"),
-        worker=_text(m.worker, "worker"),
+        client=text_of(m.client, "client"),
+        worker=text_of(m.worker, "worker"),
         pid=m.pid,
         protocol=(m.protocol_min or 1, m.protocol_max or 1),
         features=tuple(m.features),

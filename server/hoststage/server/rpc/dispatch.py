@@ -13,7 +13,7 @@ import structlog
 from hoststage.server.contract import ArenaDescriptor, HoldKey, LiveSession, RequestError
 from hoststage.server.rpc import bounds, imported, inline, status
 from hoststage.server.rpc.connections import Connection, Connections
-from hoststage.server.rpc.convert_stack import arena_kind_to_proto, arena_to_proto
+from hoststage.server.rpc.convert_stack import arena_kind_to_proto, arena_to_proto, text_of
 from hoststage.server.telemetry.wire import Road
 from hoststage.v1 import convert, ops
 from hoststage.v1 import hoststage_pb2 as pb
@@ -239,7 +239,9 @@ class Dispatcher:
                 await self._live.discard(_hold_key(message.discard.id))
                 answer.done.SetInParent()
             case "lease_arena":
-                lease = await self._live.lease_arena(message.lease_arena.name, message.lease_arena.bytes)
+                lease = await self._live.lease_arena(
+                    text_of(message.lease_arena.name, "lease_arena.name"), message.lease_arena.bytes
+                )
                 answer.lease_arena_reply.arena.CopyFrom(arena_to_proto(lease.arena))
                 answer.lease_arena_reply.fd_token = self._ticket_for(lease.descriptors)
                 answer.lease_arena_reply.warm = lease.warm

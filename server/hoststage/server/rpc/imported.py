@@ -12,6 +12,7 @@ from hoststage.server.contract import LiveSession, RequestError
 from hoststage.server.memory.imports import ImportProblem, open_memory
 from hoststage.server.rpc import status
 from hoststage.server.rpc.connections import Connection, Connections
+from hoststage.server.rpc.convert_stack import text_of
 from hoststage.shm import fdpass
 from hoststage.v1 import convert, fdsocket
 from hoststage.v1 import hoststage_pb2 as pb
@@ -47,7 +48,7 @@ async def carry_out(connections: Connections, connection: Connection, message: p
 
 
 def _announce(connections: Connections, live: LiveSession, m: pb.ImportMemory) -> pb.ImportMemoryReply:
-    import_id = live.imported.announce(m.name, list(m.bytes))
+    import_id = live.imported.announce(text_of(m.name, "import_memory.name"), list(m.bytes))
     token = connections.tickets.issue(
         _TICKET, live.session_id, connections.now(), import_id, lambda: live.imported.forget(import_id)
     )
