@@ -14,7 +14,7 @@ from hoststage.server.rpc.connections import Connection, Connections, InlineLimi
 from hoststage.server.rpc.dataserver import DataServer
 from hoststage.server.rpc.outbox import Outbox
 from hoststage.server.rpc.peers import PeerPolicy
-from hoststage.server.rpc.tickets import LIFE_SECONDS, Tickets
+from hoststage.server.rpc.tickets import LIFE_SECONDS, MOST_OF_SESSION, Tickets
 from hoststage.server.telemetry.wire import WireMetrics
 from hoststage.shm.peer import PeerCredentials
 from hoststage.v1 import hoststage_pb2 as pb
@@ -81,6 +81,20 @@ def test_a_token_works_once_for_its_purpose_and_for_ten_seconds():
     late = tickets.issue("fd", 1, 0.0, on_expiry=lambda: expired.append("late"))
     assert tickets.redeem("fd", late, LIFE_SECONDS) is None
     assert expired == ["late"]
+
+
+def test_a_session_has_so_many_tokens_and_its_oldest_expires_for_a_further_one():
+    tickets, expired = Tickets(), []
+    other = tickets.issue("fd", 2, 0.0)
+    mine = [tickets.issue("fd", 1, 0.0, i, lambda i=i: expired.append(i)) for i in range(MOST_OF_SESSION + 2)]
+    assert expired == [0, 1]
+    assert tickets.redeem("fd", mine[1], 1.0) is None
+    assert tickets.redeem("fd", mine[2], 1.0) == (1, 2)
+    assert tickets.redeem("fd", other, 1.0) == (2, None)
+    tickets.issue("fd", 1, LIFE_SECONDS)
+    assert expired == [0, 1, *range(3, len(mine))], "all others expired in time"
+    tickets.revoke(1)
+    tickets.revoke(1)
 
 
 def test_the_tokens_of_a_session_that_is_over_are_void():
