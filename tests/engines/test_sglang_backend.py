@@ -270,8 +270,8 @@ def test_no_page_byte_passes_through_python_and_each_is_copied_once(
     total = 64 * len(sg.page_bytes(pool, 0))
     copied: list[int] = []
 
-    def counting(*arguments: Any) -> int:
-        copied.append(copy_pages(*arguments))
+    def counting(*arguments: Any, **named: Any) -> int:
+        copied.append(copy_pages(*arguments, **named))
         return copied[-1]
 
     monkeypatch.setattr(_pages, "copy_pages", counting)
