@@ -5,9 +5,7 @@ Needs SGLang's environment and a device: `python -m pytest -m "gpu and engines" 
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,22 +23,6 @@ from tests.integration.daemon import Daemon  # noqa: E402
 
 _LONG = 200_000_000
 """Cycles of a kernel that only waits: about a tenth of a second."""
-
-
-@pytest.fixture(scope="module")
-def node() -> Iterator[Daemon]:
-    with tempfile.TemporaryDirectory(prefix="hs") as folder:
-        daemon = Daemon(Path(folder), budget="512MiB").start()
-        yield daemon
-        daemon.kill()
-
-
-@pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("gloo") / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield torch.distributed.group.WORLD
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

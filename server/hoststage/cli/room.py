@@ -8,7 +8,7 @@ from dataclasses import replace
 from hoststage.cli.plan_report import ModePlan, Part, need, plan_mode
 from hoststage.core.fences.context import at_least, in_words, listed
 from hoststage.core.findings import Finding, NodeFacts, RefusalKind, Severity
-from hoststage.core.sizing import Sizing, size_pools
+from hoststage.core.sizing import Sizing, largest_step, size_pools
 from hoststage.core.stack import Mode, Stack
 
 BUDGET = "BUDGET"
@@ -51,13 +51,8 @@ def even_share(stacks: Sequence[Stack], engines: int, facts: NodeFacts, mode: Mo
         }
         return need(stacks, engines, parts, sizings).total <= facts.free_bytes
 
-    if not fits(0):
-        return None
-    low, high = 0, STEPS
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return {rank: _share(sizing, low) for rank, sizing in sizings.items()}
+    step = largest_step(fits, STEPS)
+    return None if step is None else {rank: _share(sizing, step) for rank, sizing in sizings.items()}
 
 
 def asking(stack: Stack, slots: Mapping[str, int]) -> Stack:

@@ -17,6 +17,7 @@ node computes the same numbers. Nothing raises, whatever the stack says: judging
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -355,19 +356,24 @@ def _shrunk(pool: PoolSizing, step: int) -> PoolSizing:
     return replace(pool, write_slots=write, read_slots=read, reserve_slots=min(read, least))
 
 
+def largest_step(fits: Callable[[int], bool], most: int) -> int | None:
+    """Return the largest step from 0 to `most` that fits, None where not even 0 does. What fits at a step fits at every smaller one."""
+    if not fits(0):
+        return None
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
 def _largest_step(pools: tuple[PoolSizing, ...], free: int) -> int | None:
     """Return the largest step at which `pools` fit `free` bytes, None where not even the least fits."""
 
     def fits(step: int) -> bool:
         return sum(_shrunk(p, step).charged_bytes for p in pools) <= free
 
-    if not fits(0):
-        return None
-    low, high = 0, FIT_STEPS
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    return largest_step(fits, FIT_STEPS)
 
 
 def _shrink_chosen(stack: Stack, sizing: Sizing) -> Sizing:
