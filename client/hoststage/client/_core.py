@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
-from hoststage.client._link import Link, Options, Previous
+from hoststage.client._link import Alarm, Link, Options, Previous
 from hoststage.client._wire import Deadline, Message, Request
 from hoststage.client.errors import DaemonUnavailable, DeadlineExceeded, ForkedSession, HostStageError, SessionClosed
 from hoststage.shm.mapping import Mapping
@@ -21,6 +21,7 @@ from hoststage.v1 import hoststage_pb2 as pb
 _log = logging.getLogger(__name__)
 
 _TICK = 0.02
+_LONGEST_TICK = 0.25
 _LINGER = 0.1
 _BACKOFF_FIRST = 0.05
 _BACKOFF_MOST = 2.0
@@ -72,9 +73,15 @@ class Core:
         self._link = Link.open(options, self._previous, self._push_hook, Deadline(options.timeout))
         _cores.add(self)
         self.eager = False
+        self._pause = _TICK
+        self.alarm = Alarm()
+        self._link.alarm = self.alarm
         self._stop = threading.Event()
         threading.Thread(
-            target=_housekeeping, args=(weakref.ref(self), self._stop), name="hoststage-housekeeper", daemon=True
+            target=_housekeeping,
+            args=(weakref.ref(self), self._stop, self.alarm),
+            name="hoststage-housekeeper",
+            daemon=True,
         ).start()
 
     # -------------------------------------------------------------- requests
@@ -132,6 +139,7 @@ class Core:
             self._not_before = time.monotonic() + self._backoff
             self._backoff = min(_BACKOFF_MOST, self._backoff * 2)
             raise
+        link.alarm = self.alarm
         self._link, self._failure, self._backoff, self.draining = link, None, _BACKOFF_FIRST, False
         self.reconnects += 1
         return link
@@ -177,16 +185,25 @@ class Core:
             with suppress(HostStageError):
                 self._replaced(link, Deadline(self.options.timeout))
             return _TICK
-        pause = _TICK
+        pause = self._pace(link)
         if link.lane is not None and link.lane.drain(_TICK if self.eager else 0.0) and self.eager:
             # It was here that the time passed.
             pause = 0.0
         link.flush_released()
         link.tell_touched()
-        if link.credits.wanted and count % _CREDIT_TICKS == 0 and not self.draining:
+        if link.credits.wanted and (count % _CREDIT_TICKS == 0 or pause > _TICK) and not self.draining:
             with suppress(HostStageError):
                 link.top_up_credits(Deadline(1.0))
         return pause
+
+    def _pace(self, link: Link) -> float:
+        """Return seconds until the next time: ever more while nothing is open that only the housekeeper would notice.
+
+        Many idle sessions on few cores would else do nothing but wake up. What is begun meanwhile sets the alarm.
+        """
+        self._pause = _TICK if link.open_work else min(_LONGEST_TICK, self._pause * 2)
+        self.alarm.dozing = self._pause > _TICK
+        return self._pause
 
     # -------------------------------------------------------------- ending
 
@@ -219,6 +236,7 @@ class Core:
 
     def _part(self, deadline: Deadline) -> None:
         self._stop.set()
+        self.alarm.ring()
         with suppress(HostStageError):
             self._link.goodbye(deadline)
         self._link.close()
@@ -252,7 +270,7 @@ def _weakly(method: weakref.WeakMethod[Callable[[Link, Message], None]]) -> Call
     return handle
 
 
-def _housekeeping(ref: weakref.ref[Core], stop: threading.Event) -> None:
+def _housekeeping(ref: weakref.ref[Core], stop: threading.Event, alarm: Alarm) -> None:
     """Runs while the session lives. It holds no strong reference between ticks, so that a dropped session ends."""
     count = 0
     link: Link | None = None
@@ -273,4 +291,4 @@ def _housekeeping(ref: weakref.ref[Core], stop: threading.Event) -> None:
         del core
         count += 1
         if pause:
-            stop.wait(pause)
+            alarm.sleep(pause)

@@ -106,6 +106,27 @@ class Pushed(Protocol):
     def lose(self, error: HostStageError) -> None: ...
 
 
+class Alarm:
+    """Wakes the housekeeper where it sleeps long. `dozing`: whether it does."""
+
+    __slots__ = ("_event", "dozing")
+
+    def __init__(self) -> None:
+        self.dozing = False
+        self._event = threading.Event()
+
+    def ring(self) -> None:
+        """Something has begun that the housekeeper is to see to its end."""
+        if self.dozing:
+            self.dozing = False
+            self._event.set()
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep, for the housekeeper alone. What rang before it sleeps wakes it at once."""
+        self._event.wait(seconds)
+        self._event.clear()
+
+
 class Link:
     """An open connection."""
 
@@ -134,6 +155,7 @@ class Link:
         self._revocations: dict[int, tuple[set[int], set[tuple[int, int, int]]]] = {}
         self._revocation_lock = threading.Lock()
         self._on_push = on_push
+        self.alarm = Alarm()
 
     @classmethod
     def open(
@@ -239,6 +261,13 @@ class Link:
         """Why the connection is over, None while it lives."""
         return self.router.lost
 
+    @property
+    def open_work(self) -> bool:
+        """Whether something is under way that may end, or is to be sent, without anybody who waits for it."""
+        return bool(
+            self.commits or self.loads or self.leased or self.unreleased or self._unsent or self.router.waiting
+        )
+
     # -------------------------------------------------------------- requests
 
     def start(
@@ -258,6 +287,9 @@ class Link:
         except BaseException:
             self.router.drop(waiter)
             raise
+        if then is not None:
+            # It goes on after its answer, when nobody may be waiting.
+            self.alarm.ring()
 
     def finish(self, waiter: Waiter, deadline: Deadline, what: str, over: Transport | None = None) -> object:
         """Wait for the answer and return it. Raises what the daemon answered, or `DeadlineExceeded`."""

@@ -46,6 +46,7 @@ class LoadOp:
         if message.outcome is Outcome.PENDING:
             self.link.leased.add(message.load_id)
             self.link.loads[message.load_id] = self
+            self.link.alarm.ring()
             return
         if message.outcome is Outcome.READY:
             self.link.leased.add(message.load_id)
