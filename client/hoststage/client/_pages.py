@@ -12,7 +12,7 @@ import numpy as np
 from hoststage.client import cuda
 from hoststage.client._arenas import Arena
 from hoststage.client.errors import StackError
-from hoststage.shm.copy import Offsets, UnaddressableBuffer, address_of, copy_bytes, copy_pages
+from hoststage.shm.copy import Offsets, UnaddressableBuffer, address_of, copy_bytes, copy_pages, copy_range
 from hoststage.v1 import ops
 from hoststage.v1.ops import NO_SLOT, U32
 
@@ -62,11 +62,18 @@ def pack_keys(keys: Keys) -> KeyRun:
     size = len(keys[0])
     if len(keys) == 1 and 1 <= size <= MAX_KEY_BYTES:
         return KeyRun(bytes(keys[0]), size)
-    packed = b"".join(keys)
-    if not 1 <= size <= MAX_KEY_BYTES or len(packed) != size * len(keys) or any(len(k) != size for k in keys):
-        sizes = sorted({len(key) for key in keys})
-        raise StackError("keys", f"keys of {sizes} bytes", f"pass keys of one length, from 1 to {MAX_KEY_BYTES} bytes")
-    return KeyRun(packed, size)
+    sizes = set(map(len, keys))
+    if len(sizes) > 1 or not 1 <= size <= MAX_KEY_BYTES:
+        raise StackError(
+            "keys", f"keys of {sorted(sizes)} bytes", f"pass keys of one length, from 1 to {MAX_KEY_BYTES} bytes"
+        )
+    return KeyRun(b"".join(keys), size)
+
+
+def adjacent(slots: U32) -> bool:
+    """Return whether every slot is the next one after the one before it (none of them `NO_SLOT`)."""
+    count = len(slots)
+    return int(slots[-1]) - int(slots[0]) == count - 1 and bool((slots[1:] - slots[:-1] == 1).all())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,6 +126,8 @@ class PageRows:
         self._page_bytes = page_bytes
         self._threads = threads
         self._addresses: Offsets | None = None
+        # Where rows lie one after the other, the first one's address.
+        self._base = 0
         self._tensors: list[Any] = []
         self._scattered: ScatteredPages | None = None
         if isinstance(rows, ScatteredPages):
@@ -158,6 +167,7 @@ class PageRows:
         else:
             base, size = self._address(rows, name, shape[0] * self._page_bytes, writable), self._page_bytes
             self._addresses = np.arange(base, base + shape[0] * size, size, dtype=np.int64)
+            self._base = base
         return int(shape[0])
 
     def _address(self, buffer: Any, name: str, size: int, writable: bool) -> int:
@@ -197,6 +207,9 @@ class PageRows:
         if self._addresses is not None and len(slots) <= _FEW and (self._threads == 1 or self._page_bytes < _LARGE):
             self._copy_few(first, arena, slots, to_arena=to_arena)
             return
+        if self._base and arena.stride == self._page_bytes and adjacent(slots):
+            self._copy_run(first, arena, slots, to_arena=to_arena)
+            return
         wanted = np.flatnonzero(slots != NO_SLOT)
         if not len(wanted):
             return
@@ -229,6 +242,13 @@ class PageRows:
                 copy_bytes(place, row, size)
             else:
                 copy_bytes(row, place, size)
+        del guard
+
+    def _copy_run(self, first: int, arena: Arena, slots: U32, *, to_arena: bool) -> None:
+        """The same where both sides are one range."""
+        size, guard = self._page_bytes, arena.guard()
+        row, place = self._base + first * size, arena.mapping.address + int(slots[0]) * size
+        copy_range(*((place, row) if to_arena else (row, place)), len(slots) * size, threads=self._threads)
         del guard
 
     def _places(self, wanted: Offsets, slots: Offsets, chosen: slice) -> tuple[Offsets, Offsets, Offsets | int]:

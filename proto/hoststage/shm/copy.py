@@ -96,6 +96,15 @@ def copy_bytes(dst_address: int, src_address: int, nbytes: int) -> None:
         libc.memmove(dst_address, src_address, nbytes)
 
 
+def copy_range(dst_address: int, src_address: int, nbytes: int, *, threads: int = 1) -> None:
+    """Copies one range; `threads` as for `copy_pages`."""
+    if min(threads, nbytes // _SHARE_BYTES) > 1:
+        dst, src, size = (np.array([value], dtype=np.int64) for value in (dst_address, src_address, nbytes))
+        _copy_shared(dst, src, size, min(threads, nbytes // _SHARE_BYTES))
+    else:
+        copy_bytes(dst_address, src_address, nbytes)
+
+
 def copy_pages(
     dst_base: int,
     dst_offsets: Offsets,

@@ -226,15 +226,29 @@ class PageIndex:
 
     def _many(self, packed: bytes, key_bytes: int) -> Found | None:
         n = len(packed) // key_bytes
-        padded = np.zeros((n, KEY_BYTES), dtype=np.uint8)
-        padded[:, :key_bytes] = np.frombuffer(packed, dtype=np.uint8).reshape(n, key_bytes)
-        keys, lanes = padded.view(np.uint32), padded.view(np.uint64)
         first = self._few(packed[:key_bytes], key_bytes)
         if first is None:
             return None
+        if key_bytes == KEY_BYTES:
+            padded = np.frombuffer(packed, dtype=np.uint8).reshape(n, KEY_BYTES)
+        else:
+            padded = np.zeros((n, KEY_BYTES), dtype=np.uint8)
+            padded[:, :key_bytes] = np.frombuffer(packed, dtype=np.uint8).reshape(n, key_bytes)
+        keys, start = padded.view(np.uint32), first[0][0]
         # What was stored together mostly lies together: no search, and memory is read in order.
-        slots = np.minimum(np.arange(first[0][0], first[0][0] + n), self._layout.slots - 1)
-        same, versions = self._matches(slots, keys, key_bytes)
+        beside = slice(start, start + n)
+        versions = self._versions[beside].copy()
+        _fence()
+        if len(versions) == n:
+            same = (self._keys[beside] == keys).all(axis=1)
+            same &= (versions & _STANDS) == key_bytes << 1
+            slots = np.arange(start, start + n)
+            if same.all():
+                return slots, versions
+        else:
+            slots = np.minimum(np.arange(start, start + n), self._layout.slots - 1)
+            same, versions = self._matches(slots, keys, key_bytes)
+        lanes = padded.view(np.uint64)
         todo = np.flatnonzero(~same)
         at = _homes(lanes[todo])
         for _ in range(_REACH):
