@@ -654,7 +654,7 @@ class World:
         mine = {c.commit_id for s in self.tier.sessions.values() for c in s.commits.values()}
         assert mine == set(self.open_commits)
         assert self.tier.drains.pages_in_flight == sum(len(c.unstored) for c in self.writes)
-        for commit in self.space.in_flight.values():
+        for commit in (c for pages in self.space.in_flight for c in pages.values()):
             assert commit.commit_id in mine
         for client in self.clients.values():
             core = client.core
@@ -691,7 +691,7 @@ class World:
             self.tick(0.5)
         assert not self.tier.sessions
         assert not self.open_commits
-        assert not self.space.in_flight
+        assert not any(self.space.in_flight)
         assert not self.space.sessions
         assert not self.space.loads.fetches
         assert not self.space.loads.loads

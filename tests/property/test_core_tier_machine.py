@@ -216,7 +216,7 @@ class TierMachine(RuleBasedStateMachine):
         """Return all that a refused request must leave alone."""
         tables = [w.table for w in client.core.write] + [p.table for p in self.world.space.pools]
         return [[t.state.tolist(), t.generation.tolist(), t.free] for t in tables] + [
-            dict(self.world.space.in_flight),
+            [dict(pages) for pages in self.world.space.in_flight],
             list(client.core.commits),
         ]
 

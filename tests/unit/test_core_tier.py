@@ -205,7 +205,7 @@ def test_a_commit_that_cannot_be_stored_is_dropped_at_its_deadline(written: Writ
     assert outcomes(world) == [outcome]
     assert 4 <= attempts <= 6
     assert client.core.write[0].room == 5
-    assert not world.space.in_flight
+    assert not any(world.space.in_flight)
     world.finish()
 
 

@@ -264,9 +264,7 @@ class Link:
     @property
     def open_work(self) -> bool:
         """Whether something is under way that may end, or is to be sent, without anybody who waits for it."""
-        return bool(
-            self.commits or self.loads or self.leased or self.unreleased or self._unsent or self.router.waiting
-        )
+        return bool(self.commits or self.loads or self.leased or self.unreleased or self._unsent or self.router.waiting)
 
     # -------------------------------------------------------------- requests
 

@@ -23,6 +23,10 @@ class Beliefs:
     def __len__(self) -> int:
         return len(self._keys)
 
+    def isdisjoint(self, keys: Iterable[bytes]) -> bool:
+        """Return whether none of these is believed stored."""
+        return self._keys.keys().isdisjoint(keys)
+
     def add(self, keys: Iterable[bytes]) -> None:
         """Believe that these are stored."""
         held = self._keys

@@ -55,14 +55,32 @@ class Commit:
     detail: str = ""
     place: int = 0
     parent_failed: bool = False
+    _write_slots: dict[int, Slots] | None = None
+    _read_slots: dict[int, Slots] | None = None
 
     def write_slots(self) -> dict[int, Slots]:
         """Write slots still held, by pool."""
-        return self._by_pool([(p.pool, p.slot) for p in self.pages if p.slot >= 0])
+        if self._write_slots is None:
+            self._write_slots = self._by_pool([(p.pool, p.slot) for p in self.pages if p.slot >= 0])
+        return self._write_slots
 
     def read_slots(self) -> dict[int, Slots]:
-        """Read slots of published copies, by pool."""
-        return self._by_pool([(p.pool, p.read_slot) for p in self.pages if p.read_slot >= 0])
+        """Read slots of published copies, by pool. Pages have theirs before the commit is made."""
+        if self._read_slots is None:
+            self._read_slots = self._by_pool([(p.pool, p.read_slot) for p in self.pages if p.read_slot >= 0])
+        return self._read_slots
+
+    def forget_write_slots(self) -> None:
+        """The write slots are free."""
+        for page in self.pages:
+            page.slot = -1
+        self._write_slots = {}
+
+    def forget_read_slots(self) -> None:
+        """Nothing was published."""
+        for page in self.pages:
+            page.read_slot = -1
+        self._read_slots = {}
 
     @staticmethod
     def _by_pool(pairs: list[tuple[int, int]]) -> dict[int, Slots]:

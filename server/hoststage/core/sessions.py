@@ -105,7 +105,7 @@ class NamespaceCore:
         self.keep = keep
         self.has_store = has_store
         self.beliefs = [Beliefs(beliefs) for _ in rules.pools]
-        self.in_flight: dict[tuple[int, bytes], Commit] = {}
+        self.in_flight: list[dict[bytes, Commit]] = [{} for _ in rules.pools]
         self.loads = LoadTable(name, rules, pools, self.beliefs, has_store=has_store)
         self.sessions: set[int] = set()
         for place, pool in enumerate(pools):
@@ -149,8 +149,16 @@ class NamespaceCore:
         """Return whether a page is believed stored, resident where that counts, or on its way."""
         return (
             key in self.beliefs[pool]
-            or (pool, key) in self.in_flight
+            or key in self.in_flight[pool]
             or (not self.has_store and key in self.pools[pool].index)
+        )
+
+    def _lacks_all(self, pool: int, keys: Sequence[bytes]) -> bool:
+        """Return whether `has` is false for every one of the keys."""
+        return (
+            self.beliefs[pool].isdisjoint(keys)
+            and self.in_flight[pool].keys().isdisjoint(keys)
+            and (self.has_store or self.pools[pool].index.keys().isdisjoint(keys))
         )
 
     def covered(self, key: bytes) -> bool:
@@ -160,6 +168,8 @@ class NamespaceCore:
 
     def believed(self, parts: Sequence[SpanPart]) -> list[set[int]]:
         """Return, per part, the places within it of pages that need no store: their whole group is there already."""
+        if all(self._lacks_all(part.pool, part.keys) for part in parts):
+            return [set() for _ in parts]
         if not self.rules.grouped:
             return [{i for i, key in enumerate(part.keys) if self.has(part.pool, key)} for part in parts]
         wanted = {(part.pool, part.first + i): key for part in parts for i, key in enumerate(part.keys)}

@@ -194,13 +194,17 @@ class Writing(Reading):
         unneeded: dict[int, list[int]] = {}
         for part, there in zip(parts, session.namespace.believed(parts), strict=True):
             assert part.slots is not None
-            for i, (key, slot) in enumerate(zip(part.keys, part.slots.tolist(), strict=True)):
+            slots, pool = part.slots.tolist(), part.pool
+            if not there and NO_SLOT not in slots:
+                pages += [CommitPage(pool, key, slot) for key, slot in zip(part.keys, slots, strict=True)]
+                continue
+            for i, (key, slot) in enumerate(zip(part.keys, slots, strict=True)):
                 if slot == NO_SLOT:
                     continue
                 if i in there:
-                    unneeded.setdefault(part.pool, []).append(slot)
+                    unneeded.setdefault(pool, []).append(slot)
                 else:
-                    pages.append(CommitPage(part.pool, key, slot))
+                    pages.append(CommitPage(pool, key, slot))
         if len(parts) > 1:
             rank = {pool: i for i, pool in enumerate(session.namespace.rules.store_order)}
             pages.sort(key=lambda p: rank[p.pool])
@@ -225,7 +229,7 @@ class Writing(Reading):
         for pool, slots in commit.write_slots().items():
             session.write[pool].commit(slots)
         for page in pages:
-            space.in_flight[page.pool, page.key] = commit
+            space.in_flight[page.pool][page.key] = commit
         if publish:
             commit.state = CommitState.PUBLISHING
         else:
@@ -331,8 +335,7 @@ class Writing(Reading):
             self.counters["published_pages", ""] += len(commit.pages)
             self._free_write_slots(commit, SlotState.COMMITTED)
         else:
-            for page in commit.pages:
-                page.read_slot = -1
+            commit.forget_read_slots()
         if not space.has_store:
             self._finish(commit, Outcome.RESIDENT if ok else Outcome.POOL_FULL)
         elif commit.parent_failed:
@@ -355,8 +358,7 @@ class Writing(Reading):
         session = self.sessions[commit.session]
         for pool, slots in commit.write_slots().items():
             session.write[pool].table.release(slots, state)
-        for page in commit.pages:
-            page.slot = -1
+        commit.forget_write_slots()
         self._serve_queued(session)
 
     # -------------------------------------------------------------- draining
@@ -412,8 +414,9 @@ class Writing(Reading):
             if space.has_store and outcome is not Outcome.POOL_FULL:
                 space.pools[pool].end_drain(slots)
         for page in commit.pages:
-            if space.in_flight.get((page.pool, page.key)) is commit:
-                del space.in_flight[page.pool, page.key]
+            in_flight = space.in_flight[page.pool]
+            if in_flight.get(page.key) is commit:
+                del in_flight[page.key]
         session.commits.pop(commit.commit_id, None)
         self.counters["commit_ended", outcome.name.lower()] += 1
         self.counters["pages_ended", outcome.name.lower()] += len(commit.pages)
