@@ -330,6 +330,37 @@ def test_an_arena_is_leased_whole_and_returned(daemon):
             session.lease_arena("too much", 1 << 40)
 
 
+def test_the_housekeeper_sleeps_while_nothing_is_open_and_wakes_for_what_nobody_waits_for(daemon):
+    with open_session(daemon, stack("idle"), credits=4) as session:
+        alarm = session._core.alarm
+        eventually(lambda: alarm.dozing)
+        told = threading.Event()
+        ticket = session.store(keys_of(2, "idle"), {"kv": rows_of(2)})
+        assert not alarm.dozing
+        ticket.add_done_callback(lambda _: told.set())
+        assert told.wait(20)
+        assert ticket.outcome is Outcome.STORED
+        eventually(lambda: alarm.dozing)
+        loaded = session.load(keys_of(2, "idle"))
+        # A lease may be asked back, or dropped: the housekeeper looks often while there is one.
+        eventually(lambda: not alarm.dozing)
+        loaded.release()
+        eventually(lambda: alarm.dozing)
+
+
+@BOTH
+@pytest.mark.parametrize("page", [4096, 10_000])
+def test_pages_come_into_arrays_whole_wherever_their_slots_lie(daemon, mode, page):
+    model = f"order-{mode.value}-{page}"
+    with open_session(daemon, stack(model, mode, slots=256, page=page)) as session:
+        keys, kv = keys_of(24, model), rows_of(24, page)
+        assert session.store(keys, {"kv": kv}).wait(20).ok
+        for order in ([*range(24)], [*range(23, -1, -1)], [*range(5, 12), *range(5), 20, 21, 22], [3, 4]):
+            target = np.zeros((len(order), page), dtype=np.uint8)
+            assert session.load([keys[i] for i in order], into={"kv": target})
+            assert np.array_equal(target, kv[order]), order
+
+
 def test_a_callback_that_raises_harms_no_call(daemon):
     def careless(_):
         raise RuntimeError("mine")

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hoststage.client import StackError
-from hoststage.client._pages import PageRows, pack_keys, split
+from hoststage.client._pages import PageRows, adjacent, pack_keys, split
 from hoststage.client.cuda import availability, register_arenas
 from hoststage.shm.cuda import pieces
-from hoststage.v1.ops import PoolRange
+from hoststage.v1.ops import NO_SLOT, PoolRange
 
 PAGE = 64
 
@@ -111,3 +111,23 @@ def test_without_a_device_the_report_says_so_and_nothing_fails():
     report = register_arenas([], "auto")
     assert not report.pinned
     assert report.reason.startswith("not available: ")
+
+
+@pytest.mark.parametrize(
+    ("slots", "expected"),
+    [
+        ([7], True),
+        ([7, 8, 9], True),
+        ([7, 9, 8], False),
+        ([7, 9, 9], False),
+        ([9, 8, 7], False),
+        ([7, 8, 10], False),
+        ([NO_SLOT], False),
+        ([7, NO_SLOT], False),
+        ([NO_SLOT - 1, NO_SLOT], False),
+        ([NO_SLOT, 0], False),
+        ([NO_SLOT, 0, 1], False),
+    ],
+)
+def test_slots_are_adjacent_where_each_follows_the_one_before(slots, expected):
+    assert adjacent(np.array(slots, dtype=np.uint32)) is expected

@@ -72,8 +72,8 @@ def pack_keys(keys: Keys) -> KeyRun:
 
 def adjacent(slots: U32) -> bool:
     """Return whether every slot is the next one after the one before it (none of them `NO_SLOT`)."""
-    count = len(slots)
-    return int(slots[-1]) - int(slots[0]) == count - 1 and bool((slots[1:] - slots[:-1] == 1).all())
+    first, last = int(slots[0]), int(slots[-1])
+    return last != NO_SLOT and last - first == len(slots) - 1 and bool((slots[1:] - slots[:-1] == 1).all())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
