@@ -45,12 +45,19 @@ def peers(rows: Sequence[Row]) -> str:
     """Return GB/s of the median call beside every peer."""
     found: dict[tuple[str, int, int], dict[str, str]] = {}
     names: dict[str, None] = {"hoststage": None}
-    ours = {"store to accepted": "store", "load into memory": "load"}
+    ours = {
+        "store to accepted": "store",
+        "store in place": "store in place",
+        "load into memory": "load",
+        "load as views": "load as views",
+    }
     for row in rows:
         if row["case"] != "peers" or row["kind"] not in ("product", "peer"):
             continue
-        operation = ours.get(row["operation"], row["operation"]) if row["kind"] == "product" else row["operation"]
-        if operation in ("store", "load"):
+        operation = str(row["operation"])
+        if row["kind"] == "product":
+            operation = ours.get(operation, operation)
+        if row["kind"] == "peer" or row["operation"] in ours:
             names[row["subject"]] = None
             found.setdefault((operation, row["page_bytes"], row["batch"]), {})[row["subject"]] = number(row["gb_per_s"])
     cells = [

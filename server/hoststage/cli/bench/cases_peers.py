@@ -56,7 +56,8 @@ def _beside(rig: Rig, case: str, shape: Shape, bound: float, found: list[Peer]) 
         rig.client(node, storing, write=4 * shape.batch, credits=2 * shape.batch, copy_threads=THREADS) as client,
     ):
         store = Stores(client)
-        stores = in_turns({"store": store, **{p.name: partial(p.store, *size) for p in found}}, rounds, calls)
+        subjects: dict[str, Call] = {"store": store, "in place": client.store_in_place}
+        stores = in_turns(subjects | {p.name: partial(p.store, *size) for p in found}, rounds, calls)
     with (
         rig.daemon(shape.store, budget=2 << 30) as node,
         # Room for three runs beside the one that is being published: what is loaded stays resident.
@@ -69,6 +70,7 @@ def _beside(rig: Rig, case: str, shape: Shape, bound: float, found: list[Peer]) 
         product(case, "store handed over", storing, store.handed_over[-rounds * calls :]),
         product(case, "store to accepted", storing, stores["store"]),
         product(case, "store to stored", storing, store.stored[-rounds * calls :]),
+        product(case, "store in place", storing, stores["in place"], note="to accepted, without writing the pages"),
         product(case, "load into memory", shape, loads["load"]),
         product(case, "load as views", shape, loads["views"]),
     )

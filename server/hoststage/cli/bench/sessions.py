@@ -24,8 +24,8 @@ class Crowd:
 
     shape: Shape
     reports: tuple[Report, ...]
-    daemon_cpu_seconds: float
-    daemon_rss_bytes: int
+    daemon_cpu_seconds: float = 0.0
+    daemon_rss_bytes: int | None = None
 
     @property
     def rates(self) -> list[float]:
@@ -41,7 +41,7 @@ class Crowd:
         """What the slowest session got, as a part of its fair share."""
         return min(self.rates) / (sum(self.rates) / len(self.rates))
 
-    def row(self, case: str, operation: str) -> Row:
+    def row(self, case: str, operation: str, kind: Kind = Kind.PRODUCT, subject: str = "hoststage") -> Row:
         """Return the row; throughput is the whole crowd's."""
         times = [t for r in self.reports for t in r.times]
         costs = Costs(
@@ -49,7 +49,7 @@ class Crowd:
             client_cpu_seconds=sum(r.cpu_seconds for r in self.reports),
             daemon_rss_bytes=self.daemon_rss_bytes,
         )
-        row = measured(Kind.PRODUCT, case, "hoststage", operation, self.shape, times, costs)
+        row = measured(kind, case, subject, operation, self.shape, times, costs)
         rate = self.pages_per_s
         note = f"slowest session {self.least_share:.2f} of its fair share"
         return replace(
@@ -57,9 +57,9 @@ class Crowd:
         )
 
 
-def crowd(node: Node, shape: Shape, operation: str, tag: str, slots: int, seconds: float) -> Crowd:
-    """Run `shape.sessions` workers for some seconds, all from the same moment. Raises `BenchError` where one fails."""
-    job = json.dumps(asdict(Job(node.address, operation, tag, slots, seconds, shape)))
+def crowd(node: Node | None, shape: Shape, operation: str, tag: str, slots: int, seconds: float) -> Crowd:
+    """Run `shape.sessions` workers for some seconds, all from the same moment; node: None where they do without. Raises `BenchError` where one fails."""
+    job = json.dumps(asdict(Job(node.address if node else "", operation, tag, slots, seconds, shape)))
     command = [sys.executable, "-m", "hoststage.cli.bench.worker", job]
     with contextlib.ExitStack() as stack:
         workers: list[subprocess.Popen[str]] = []
@@ -70,12 +70,14 @@ def crowd(node: Node, shape: Shape, operation: str, tag: str, slots: int, second
                     raise BenchError("a worker process did not start")
             workers += fresh
         start = time.monotonic() + 0.2
-        before = CpuTime.of(node.pid)
+        before = CpuTime.of(node.pid) if node else None
         for worker in workers:
             assert worker.stdin is not None
             worker.stdin.write(f"{start}\n")
             worker.stdin.flush()
         reports = tuple(Report(**json.loads(_line(worker))) for worker in workers)
+        if node is None or before is None:
+            return Crowd(shape, _all_worked(reports))
         used = CpuTime.of(node.pid).since(before)
         return Crowd(shape, _all_worked(reports), used, resident_bytes(node.pid))
 
