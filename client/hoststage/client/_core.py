@@ -21,6 +21,7 @@ from hoststage.v1 import hoststage_pb2 as pb
 _log = logging.getLogger(__name__)
 
 _TICK = 0.02
+_LONGEST_BUSY_TICK = 0.08
 _LONGEST_TICK = 0.25
 _LINGER = 0.1
 _BACKOFF_FIRST = 0.05
@@ -199,10 +200,14 @@ class Core:
     def _pace(self, link: Link) -> float:
         """Return seconds until the next time: ever more while nothing is open that only the housekeeper would notice.
 
-        Many idle sessions on few cores would else do nothing but wake up. What is begun meanwhile sets the alarm.
+        Many sessions on few cores would else do little but wake up. What is begun while it sleeps long sets the alarm.
         """
-        self._pause = _TICK if link.open_work else min(_LONGEST_TICK, self._pause * 2)
-        self.alarm.dozing = self._pause > _TICK
+        longest = _LONGEST_TICK
+        if link.open_work:
+            # Whoever waits on the lane reads for all.
+            longest = _LONGEST_BUSY_TICK if link.lane is not None and link.lane.led else _TICK
+        self._pause = min(longest, self._pause * 2)
+        self.alarm.dozing = self._pause > _LONGEST_BUSY_TICK
         return self._pause
 
     # -------------------------------------------------------------- ending

@@ -149,6 +149,11 @@ class Lane:
                     return False
         return True
 
+    @property
+    def led(self) -> bool:
+        """Whether a thread reads for all right now."""
+        return self._leading
+
     def drain(self, timeout: float = 0.0, limit: int = 64) -> bool:
         """Read what has arrived, unless another thread is reading; returns whether this one did."""
         with self._mutex:
