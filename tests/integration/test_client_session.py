@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import select
 import threading
 
@@ -157,6 +158,43 @@ def test_pages_are_written_in_place(daemon):
             assert batch.open
         assert not batch.open
         assert batch.commit().wait(5).outcome is Outcome.CANCELLED
+
+
+def reserves_asked(daemon):
+    found = re.search(r'request_seconds_count\{[^}]*operation="reserve"[^}]*\} ([0-9.e+]+)', daemon.get("/metrics"))
+    return float(found.group(1)) if found else 0.0
+
+
+def test_slots_granted_ahead_are_written_in_place_without_asking(daemon):
+    with open_session(daemon, stack("place-ahead"), credits=4) as session:
+        asked = reserves_asked(daemon)
+        keys, kv = keys_of(3, "place-ahead"), rows_of(3)
+
+        def write(batch):
+            for view, row in zip(batch.views["kv"], kv, strict=True):
+                view[:] = row.data
+
+        with session.reserve(keys, {"kv": 3}) as batch:
+            write(batch)
+            ticket = batch.commit()
+        assert ticket.wait(20).outcome is Outcome.STORED
+        # What is stored already is found out by the commit, and its slots are free again.
+        with session.reserve(keys, {"kv": 3}) as batch:
+            assert batch
+            write(batch)
+            assert batch.commit().wait(20).outcome is Outcome.BELIEVED_STORED
+        assert reserves_asked(daemon) == asked
+        with session.load(keys) as loaded:
+            assert [bytes(p) for p in loaded.pages("kv")] == [bytes(r) for r in kv]
+        # An orphan's slots come back, and so do those of a batch that was left without a commit.
+        orphan = session.reserve(keys_of(2, "orphan"), {"kv": 2}, parent=bytes(32))
+        assert orphan.commit().wait(20).outcome is Outcome.PARENT_UNCOVERED
+        with session.reserve(keys_of(1, "left"), {"kv": 1}) as batch:
+            assert batch
+        room = session.grant.pool("kv").write_slots
+        with session.reserve(keys_of(room, "all"), {"kv": room}, wait=10) as batch:
+            assert batch, batch.detail
+        assert reserves_asked(daemon) > asked
 
 
 def test_groups_arrive_in_the_order_of_the_prefix(daemon):

@@ -241,7 +241,10 @@ class WriteBatch:
         return bool(self._slots)
 
     def commit(self, timeout: float | None = None) -> StoreTicket:
-        """Make the pages visible together; the ticket tells when they are stored."""
+        """Make the pages visible together; return once that is sent. The ticket tells when the daemon has them, and when they are stored.
+
+        timeout: seconds that sending may take, where the daemon does not read; None: the session's. :raises SessionLost: where the connection broke.
+        """
         ticket = StoreTicket(self._link)
         part = ticket._begin()
         slots, self._slots = self._slots, ()
@@ -253,7 +256,7 @@ class WriteBatch:
                 )
             else:
                 seconds = self._link.options.timeout if timeout is None else timeout
-                commit(self._link, part, self._span, slots, Deadline(seconds))
+                post_commit(self._link, part, self._span, slots, Deadline(seconds))
         finally:
             ticket._seal()
         return ticket
@@ -295,6 +298,12 @@ def reserve(
     if not link.maps:
         raise StackError("path", link.grant.path.value, "pages can be written in place over shm alone; use store()")
     span = ops.Span(run.packed, run.key_bytes, tuple(ranges), parent)
+    names = [pool.name for pool in core.options.stack.pools]
+    if len(run) <= _most_keys(link, run, ranges):
+        ahead = link.take_credits([(r.pool, r.count) for r in ranges])
+        if ahead is not None:
+            return WriteBatch(link, span, ops.ReserveReply(Outcome.ACCEPTED, ahead), names)
+    link.make_room(ranges)
     request = ops.Reserve(span, int(min(wait, deadline.left) * 1000))
     reply = link.call(request, ops.ReserveReply, deadline, link.abort_orphan)
-    return WriteBatch(link, span, reply, [pool.name for pool in core.options.stack.pools])
+    return WriteBatch(link, span, reply, names)

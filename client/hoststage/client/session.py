@@ -64,7 +64,7 @@ def connect(
 
     address: `unix:///path` or `host:port`; by default `$HOSTSTAGE_ADDRESS`, else the default socket. worker, client: names for operators. token:
     bearer token, where the daemon demands one; by default `$HOSTSTAGE_TOKEN`. timeout: seconds, of the handshake and of every call that names none. credits: write
-    slots per pool to be granted ahead, which spares a store its reservation. copy_threads: threads that share a copy between the caller's memory and the arenas, 4 MiB or more each:
+    slots per pool to be granted ahead, which spares stores and `reserve` a request. copy_threads: threads that share a copy between the caller's memory and the arenas, 4 MiB or more each:
     faster where cores are idle, slower in a process whose other threads keep Python busy. register: "auto" registers the mapped memory with CUDA where torch
     is loaded and sees a device, "require" raises `RegistrationFailed` where it cannot, "never" leaves it. on_push: called with every message that the daemon
     pushes, in the thread that reads; it must not block.
@@ -238,6 +238,7 @@ class Session:
     ) -> WriteBatch:
         """Reserve write slots to be written in place: `counts[pool]` pages, placed as in `store`. shm alone.
 
+        Where enough slots were granted ahead (`connect(credits=n)`) nothing is asked; pages that are believed stored then have a slot like the others.
         wait: seconds that the request may queue for room. A batch without slots is falsy; its `outcome` says why.
         """
         deadline = self._core.deadline(timeout)

@@ -17,6 +17,7 @@ from hoststage.shm.copy import MOST_THREADS
 SHAPES = ((1 * MIB, 1, 2.5), (4 * MIB, 1, 1.5), (1 * MIB, 32, 1.5), (4 * MIB, 16, 1.5))
 """Bytes of a page, pages of a call, and how many times faster than the best peer the product must be."""
 VIEWS_FACTOR = 5.0
+_IN_PLACE = "slots and commit alone: the pages are written where they are staged, as Mooncake's worker over shared memory has its own"
 THREADS = min(MOST_THREADS, os.cpu_count() or 1)
 """Threads that share a large copy of the product's client. Peers are left as they come."""
 
@@ -55,8 +56,8 @@ def _beside(rig: Rig, case: str, shape: Shape, bound: float, found: list[Peer]) 
         rig.daemon(storing.store, budget=2 << 30, store_limit=512 * MIB) as node,
         rig.client(node, storing, write=4 * shape.batch, credits=2 * shape.batch, copy_threads=THREADS) as client,
     ):
-        store = Stores(client)
-        subjects: dict[str, Call] = {"store": store, "in place": client.store_in_place}
+        store, place = Stores(client), Stores(client, in_place=True)
+        subjects: dict[str, Call] = {"store": store, "in place": place}
         stores = in_turns(subjects | {p.name: partial(p.store, *size) for p in found}, rounds, calls)
     with (
         rig.daemon(shape.store, budget=2 << 30) as node,
@@ -70,7 +71,8 @@ def _beside(rig: Rig, case: str, shape: Shape, bound: float, found: list[Peer]) 
         product(case, "store handed over", storing, store.handed_over[-rounds * calls :]),
         product(case, "store to accepted", storing, stores["store"]),
         product(case, "store to stored", storing, store.stored[-rounds * calls :]),
-        product(case, "store in place", storing, stores["in place"], note="to accepted, without writing the pages"),
+        product(case, "store in place handed over", storing, place.handed_over[-rounds * calls :], note=_IN_PLACE),
+        product(case, "store in place", storing, stores["in place"], note=f"to accepted; {_IN_PLACE}"),
         product(case, "load into memory", shape, loads["load"]),
         product(case, "load as views", shape, loads["views"]),
     )

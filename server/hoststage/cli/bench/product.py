@@ -151,21 +151,21 @@ class Client:
         self.settle(ticket)
         return accepted, time.perf_counter() - started
 
-    def store_in_place(self) -> float:
-        """Store one batch whose pages are written in place, to the end; return seconds of reserving and of the commit until accepted, the writing left out.
+    def place_accepted(self) -> tuple[float, float, StoreTicket]:
+        """Store one batch whose pages are written in place; return what `store_accepted` returns, the writing left out of the seconds.
 
         Raises `BenchError` where no slots are granted.
         """
         keys = self._stamped()
         started = time.perf_counter()
         with self.session.reserve(keys, dict.fromkeys(self.names, len(keys)), wait=CALL_SECONDS) as batch:
-            seconds = time.perf_counter() - started
+            reserving = time.perf_counter() - started
             self._write_into(batch)
-            started = time.perf_counter()
+            started = time.perf_counter() - reserving
             ticket = batch.commit(CALL_SECONDS)
-            seconds += time.perf_counter() - started
-            self.settle(ticket)
-        return seconds
+            handed_over = time.perf_counter() - started
+            ticket.wait_accepted(CALL_SECONDS)
+            return handed_over, time.perf_counter() - started, ticket
 
     def _write_into(self, batch: WriteBatch) -> None:
         if not batch:
@@ -297,16 +297,17 @@ class Client:
 
 
 class Stores:
-    """Stores one batch after the other, each to the end; a call returns seconds until the daemon had accepted it."""
+    """Stores one batch after the other, each to the end; a call returns seconds until the daemon had accepted it. in_place: the pages lie in slots already."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, *, in_place: bool = False) -> None:
         self._client = client
+        self._store = client.place_accepted if in_place else client.store_accepted
         self.handed_over: list[float] = []
         self.stored: list[float] = []
 
     def __call__(self) -> float:
         started = time.perf_counter()
-        handed_over, accepted, ticket = self._client.store_accepted()
+        handed_over, accepted, ticket = self._store()
         self._client.settle(ticket)
         self.handed_over.append(handed_over)
         self.stored.append(time.perf_counter() - started)
