@@ -197,6 +197,25 @@ def test_unknown_and_malformed_requests_fail_alone(inline):
     assert inline.ask(9, ping=pb.Ping(payload=b"hi")).pong.payload == b"hi"
 
 
+def test_acknowledgements_that_nobody_asked_for_are_refused_and_counted_and_not_logged(daemon, client, inline):
+    def logged():
+        mine = (client.welcome.session, inline.welcome.session)
+        return [e["event"] for e in daemon.events() if e.get("session") in mine]
+
+    on_lane, before = attached(client), logged()
+    for revocation in range(50):
+        inline.send(pb.ClientMessage(revoke_ack=pb.RevokeAck(revocation=revocation)))
+    refused = inline.answer(0)
+    assert reason_of(refused) == "NOT_REVOKED"
+    assert "revocation 0" in refused.error.status.message
+    acknowledgement = pb.ClientMessage(revoke_ack=pb.RevokeAck(revocation=7))
+    on_lane.raw(lane.frame(lane.Op.PROTOBUF, 0, acknowledgement.SerializeToString()))
+    eventually(lambda: 'hoststage_request_errors_total{reason="NOT_REVOKED"} 51.0' in daemon.get("/metrics"))
+    assert inline.ask(9, ping=pb.Ping(payload=b"hi")).pong.payload == b"hi"
+    assert before == ["session.opened"] * 2
+    assert logged() == before
+
+
 def test_a_few_bytes_cannot_announce_pages_without_end(inline):
     many = pb.Span(keys=b"k" * 16, key_bytes=16, ranges=[pb.PoolRange(pool=0, count=0xFFFFFFFF)])
     assert reason_of(inline.ask(2, inline_store=pb.InlineStore(span=many))) == "RANGES"

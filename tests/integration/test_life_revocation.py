@@ -55,7 +55,7 @@ def test_a_holder_is_asked_and_the_load_that_waited_comes_once_it_lets_go(daemon
         assert "waited" in pushed[0].reason
         eventually(lambda: not holder._core.link._revocations)
         eventually(lambda: not slots_in_use(daemon))
-        assert not [e for e in daemon.events() if e.get("event") == "session.unasked_acknowledgement"]
+        assert "NOT_REVOKED" not in daemon.get("/metrics")
 
 
 def test_no_more_is_asked_back_than_is_needed(daemon):

@@ -345,7 +345,9 @@ class LiveSession(Protocol):
 
     def cancel_load(self, load_id: int) -> None: ...
 
-    def revoke_ack(self, revocation: int) -> None: ...
+    def revoke_ack(self, revocation: int) -> None:
+        """Take back what the revocation asked for. Raises `RequestError` where nothing of that number was asked for."""
+        ...
 
     def inline_store(
         self, span: ops.Span, pages: Sequence[Sequence[bytes | bytearray]], request_id: int, wait_ms: int, reply: Reply

@@ -359,7 +359,13 @@ class Session:
 
     def revoke_ack(self, revocation: int) -> None:
         if not self._tier.revoke_acknowledged(self.core, revocation):
-            log.warning("session.unasked_acknowledgement", session=self.session_id, revocation=revocation)
+            raise RequestError(
+                "NOT_REVOKED",
+                f"session {self.session_id} was not asked for revocation {revocation}, or has answered it",
+                code="FAILED_PRECONDITION",
+                field="revoke_ack.revocation",
+                remedy="acknowledge each LeaseRevoked once, by its number",
+            )
         self._engine.settle()
 
     # -------------------------------------------------------------- pages that the daemon itself moves
