@@ -136,6 +136,7 @@ class World:
     publishes: list[tuple[Commit, list[int]]] = field(default_factory=list)
     writes: list[Commit] = field(default_factory=list)
     reads: list[tuple[Fetch, int]] = field(default_factory=list)
+    read_before: dict[Fetch, Stored] = field(default_factory=dict)
     open_commits: dict[bytes, Commit] = field(default_factory=dict)
     ended: list[CommitEnded] = field(default_factory=list)
     results: list[LoadResult] = field(default_factory=list)
@@ -438,7 +439,7 @@ class World:
             table = self.space.pools[fetch.pool].table
             assert table.state[fetch.slot] == SlotState.FILLING
             assert table.generation[fetch.slot] == generation, "a slot was reused under a read"
-            found = self.store.get((fetch.pool, fetch.key))
+            found = self.read_before.pop(fetch, None) or self.store.get((fetch.pool, fetch.key))
             outcome = Fetched.MISS if found is None else failure
             if outcome is Fetched.HIT and found is not None:
                 self.read_memory[fetch.pool][fetch.slot] = found.content
@@ -446,8 +447,21 @@ class World:
             else:
                 self.read_memory[fetch.pool][fetch.slot] = "torn"
                 results.append((fetch, outcome, b""))
+        forgotten = [fetch for fetch, *_ in results if fetch in self.space.loads.forgotten]
         self.tier.fetched(self.space, results)
+        for fetch in forgotten:
+            assert self.space.pools[fetch.pool].index.get(fetch.key) != fetch.slot, (
+                "a page came back after it was cleared"
+            )
         self.settle()
+
+    def clear(self) -> None:
+        """An operator clears the namespace. What is being fetched may have been read already."""
+        for fetch, _ in self.reads:
+            if (page := self.store.get((fetch.pool, fetch.key))) is not None:
+                self.read_before[fetch] = page
+        self.store.clear()
+        self.space.clear()
 
     def carry_all(self) -> None:
         """Carry out every effect, and those that follow, successfully."""
@@ -554,7 +568,7 @@ class World:
                 assert write.table.conserved()
                 assert write.room >= 0
                 assert write.credits <= self.limits.max_credits
-        fetches = {(f.pool, f.slot) for f in self.space.loads.fetches.values()}
+        fetches = {(f.pool, f.slot) for f in (*self.space.loads.fetches.values(), *self.space.loads.forgotten)}
         assert fetches == {(f.pool, f.slot) for f, _ in self.reads}, "fetches and store reads differ"
         assert len(fetches) == len(self.reads)
         for place, pool in enumerate(self.space.pools):
@@ -694,6 +708,7 @@ class World:
         assert not any(self.space.in_flight)
         assert not self.space.sessions
         assert not self.space.loads.fetches
+        assert not self.space.loads.forgotten
         assert not self.space.loads.loads
         assert not self.space.loads.parked
         assert self.tier.drains.pages_in_flight == 0

@@ -386,3 +386,21 @@ async def test_a_belief_that_the_store_contradicts_is_healed_by_the_lookup(servi
     again = await ask(session, ops.Reserve(span(keys, (0, 0, 2))))
     assert again.slots[0].slots[0] != ops.NO_SLOT
     assert again.slots[0].slots[1] == ops.NO_SLOT
+
+
+async def test_what_is_fetched_while_a_namespace_is_cleared_does_not_stay(service, monkeypatch):
+    inbox = Inbox()
+    session = await service.open(SessionRequest(stack(Mode.CACHE)), inbox)
+    keys, clear = keys_of(2), service._store.clear
+    await store(session, keys, {0: [os.urandom(PAGE) for _ in range(2)]}, (0, 0, 2))
+    await inbox.wait_for(ops.Stored)
+    assert service.evict("", "") == 2
+
+    async def clear_late(namespace):
+        await ask(session, ops.Load(span(keys), 2))
+        await inbox.wait_for(ops.LoadReady, lambda m: m.last)
+        return await clear(namespace)
+
+    monkeypatch.setattr(service._store, "clear", clear_late)
+    assert await service.clear(session.core.namespace.name) == (2, 2)
+    assert (await ask(session, ops.Lookup(span(keys)))).runs == ()

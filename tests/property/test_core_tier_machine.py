@@ -78,7 +78,7 @@ class TierMachine(RuleBasedStateMachine):
     def open(self, mode: Mode, credit: int) -> None:
         self._open(mode, credit)
 
-    @rule(what=st.sampled_from(["nothing", "quarantine", "end", "evict", "the store evicts"]), pick=PICK)
+    @rule(what=st.sampled_from(["nothing", "quarantine", "end", "evict", "the store evicts", "clear"]), pick=PICK)
     def disturb(self, what: str, pick: int) -> None:
         """What may happen to a session, the cache or the store at any time; a miss is all that may come of it."""
         clients, world = list(self.world.clients.values()), self.world
@@ -90,6 +90,8 @@ class TierMachine(RuleBasedStateMachine):
             world.space.pools[pick % len(world.space.pools)].drop_idle()
         elif what == "the store evicts" and world.store:
             del world.store[list(world.store)[pick % len(world.store)]]
+        elif what == "clear":
+            world.clear()
 
     # ------------------------------------------------------------------ writing
 

@@ -388,6 +388,45 @@ def test_evicting_a_source_drags_its_sidecars() -> None:
     world.finish()
 
 
+def test_a_page_that_is_being_fetched_when_its_namespace_is_cleared_is_for_those_who_wait_alone() -> None:
+    world = World(KV)
+    first, later = world.open(), world.open()
+    stored(world, 2)
+    world.load(first, KEYS, 2)
+    world.clear()
+    _, joined = world.load(later, KEYS, 2)
+    assert joined is None, "it asks the store anew"
+    assert len(world.reads) == 4
+    world.carry_read(2, 2)
+    world.carry_read(0, 2)
+    world.check()
+    assert [(r.session, r.outcome) for r in world.results] == [
+        (later.core.session, Outcome.MISS),
+        (first.core.session, Outcome.READY),
+    ]
+    assert not world.space.pools[0].index
+    assert not any(key in world.space.beliefs[0] for key in KEYS)
+    for load_id in list(first.core.loads):
+        world.release(first, load_id)
+    assert world.space.pools[0].table.free == world.space.pools[0].size
+    world.finish()
+
+
+def test_a_page_that_was_stored_anew_after_a_clear_stays_when_the_old_one_arrives() -> None:
+    world = World(KV)
+    client = world.open()
+    stored(world, 1)
+    world.load(client, KEYS, 1)
+    world.clear()
+    put(world, client, 0)
+    world.carry_publish(0)
+    world.carry_write(0)
+    slot = world.space.pools[0].index[KEYS[0]]
+    world.carry_read(0)
+    assert world.space.pools[0].index == {KEYS[0]: slot}
+    world.finish()
+
+
 def test_a_rewritten_source_takes_the_older_sidecar_out_of_the_index() -> None:
     world = World(KV_INDEXER)
     client = world.open()

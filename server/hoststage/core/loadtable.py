@@ -38,6 +38,8 @@ class LoadTable:
         self._step = math.lcm(GROUP_KEYS, self._group)
         self._trails = any(rule.on_host and rule.policy is HitPolicy.TRAILING_PAGES for rule in rules.pools)
         self.fetches: dict[tuple[int, bytes], Fetch] = {}
+        # Under store I/O too, of pages that were forgotten meanwhile: for the loads that wait for them already, and for nobody else.
+        self.forgotten: set[Fetch] = set()
         self.loads: dict[int, Load] = {}
         self.parked: deque[Load] = deque()
         self.single_flight_joins = 0
@@ -194,13 +196,14 @@ class LoadTable:
 
     # -------------------------------------------------------------- progress
 
-    def fetched(self, results: Iterable[tuple[Fetch, Fetched, bytes]], out: list[Effect]) -> None:
+    def fetched(self, results: Sequence[tuple[Fetch, Fetched, bytes]], out: list[Effect]) -> None:
         """Store I/O of these fetches has ended, with what it brought and the commit id of each page."""
         touched: dict[Load, None] = {}
         hits: dict[int, list[tuple[Fetch, bytes]]] = {}
         leases: dict[tuple[Load, int], list[int]] = {}
         for fetch, outcome, commit_id in results:
-            del self.fetches[(fetch.pool, fetch.key)]
+            if fetch not in self.forgotten:
+                del self.fetches[(fetch.pool, fetch.key)]
             alive = [w for w in fetch.waiters if not w[0].done]
             for load, part_at, at in alive:
                 load.outstanding -= 1
@@ -218,10 +221,20 @@ class LoadTable:
         for (_, pool), taken in leases.items():
             self.pools[pool].lease(as_slots(taken))
         for pool, got in hits.items():
-            self.pools[pool].settle(as_slots(f.slot for f, _ in got))
+            read = self.pools[pool]
+            read.drop(f.key for f, _ in got if f in self.forgotten and read.index.get(f.key) == f.slot)
+            read.settle(as_slots(f.slot for f, _ in got))
+        self.forgotten.difference_update(fetch for fetch, _, _ in results)
         for load in touched:
             self._progress(load, out)
         self.retry_parked(out)
+
+    def forget(self, pool: int, keys: Iterable[bytes]) -> int:
+        """Take pages out of a pool's index, and let none of them that is being fetched get there. Return how many were there."""
+        gone = list(keys)
+        fetching = (self.fetches.pop((pool, key), None) for key in gone)
+        self.forgotten.update(fetch for fetch in fetching if fetch is not None)
+        return self.pools[pool].drop(gone)
 
     def _progress(self, load: Load, out: list[Effect]) -> None:
         if load.outstanding == 0:

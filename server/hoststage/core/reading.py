@@ -107,7 +107,7 @@ class Reading(TierState):
             self.counters["fetched_pages", outcome.name.lower()] += 1
             if outcome in (Fetched.MISS, Fetched.CORRUPT):
                 self.counters["beliefs_healed", ""] += space.beliefs[fetch.pool].drop((fetch.key,))
-            elif outcome is Fetched.HIT:
+            elif outcome is Fetched.HIT and fetch not in space.loads.forgotten:
                 space.beliefs[fetch.pool].add((fetch.key,))
         before = len(self._effects)
         space.loads.fetched(results, self._effects)

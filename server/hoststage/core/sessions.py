@@ -127,6 +127,15 @@ class NamespaceCore:
         for pool in self.pools:
             pool.keep = True
 
+    def clear(self) -> int:
+        """Forget all pages, resident or being fetched, and what is believed stored; return how many were resident."""
+        resident = 0
+        for place, (pool, beliefs) in enumerate(zip(self.pools, self.beliefs, strict=True)):
+            fetching = [key for at, key in self.loads.fetches if at == place]
+            resident += self.loads.forget(place, [*pool.index, *fetching])
+            beliefs.clear()
+        return resident
+
     def heal(self, keys: Sequence[bytes], present: Sequence[Sequence[bytes | None]]) -> int:
         """Forget pages whose sidecar is of another commit, so that they can be stored anew; return how many keys.
 

@@ -236,7 +236,8 @@ class Engine:
     def in_use(self, namespace: str) -> bool:
         """Return whether I/O on the read arenas of a namespace is under way or leases on them are out."""
         space = self.tier.namespaces[namespace]
-        return bool(space.sessions or any(space.in_flight) or space.loads.fetches or space.loads.loads)
+        loads = space.loads
+        return bool(space.sessions or any(space.in_flight) or loads.fetches or loads.forgotten or loads.loads)
 
 
 def _groups(fetches: Sequence[Fetch]) -> list[Sequence[Fetch]]:

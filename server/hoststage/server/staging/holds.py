@@ -381,8 +381,8 @@ class Holds:
         if space is None:
             return
         sizes = dict(record.pools)
-        for rule, read in zip(space.rules.pools, space.pools, strict=True):
-            read.drop(record.core_key(i) for i in range(sizes.get(rule.name, 0)))
+        for place, rule in enumerate(space.rules.pools):
+            space.loads.forget(place, (record.core_key(i) for i in range(sizes.get(rule.name, 0))))
 
     def facts(self) -> HoldFacts:
         """What operators are told."""

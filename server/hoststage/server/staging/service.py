@@ -435,13 +435,14 @@ class Service:
 
     async def clear(self, namespace: str) -> tuple[int, int]:
         resident = 0
-        space = self._namespaces.get(namespace)
-        if space is not None:
-            for beliefs, read in zip(space.core.beliefs, space.core.pools, strict=True):
-                resident += read.drop(list(read.index))
-                beliefs.clear()
-        held = await self.holds.durable.clear(namespace)
-        stored = held + (await self._store.clear(namespace) if self._store is not None else 0)
+        try:
+            held = await self.holds.durable.clear(namespace)
+            stored = held + (await self._store.clear(namespace) if self._store is not None else 0)
+        finally:
+            # Last, since pages may be fetched for as long as the store has them.
+            space = self._namespaces.get(namespace)
+            if space is not None:
+                resident = space.core.clear()
         return resident, stored
 
     def facts(self) -> TierFacts:
