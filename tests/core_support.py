@@ -92,6 +92,29 @@ class Client:
     pending_loads: dict[int, Load] = field(default_factory=dict)
     views: dict[int, list[PartSlots]] = field(default_factory=dict)
     placed: dict[int, tuple[list[SpanPart], list[Slots]]] = field(default_factory=dict)
+    own: list[OwnLease] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class ListedSlots:
+    """A board for one pool: what its client has written there, which may be anything."""
+
+    entries: int
+    listed: list[int] = field(default_factory=list)
+
+    def slots(self) -> list[int]:
+        return self.listed[: self.entries]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnLease:
+    """A page that a client reads by the index and its board, as it was when it came to."""
+
+    pool: int
+    slot: int
+    generation: int
+    key: bytes
+    content: str
 
 
 class NotingTier(Tier):
@@ -166,11 +189,18 @@ class World:
         self.serial += 1
         write = [WritePool(self.write_slots, 1) for _ in self.rules.pools]
         core = SessionCore(self.serial, self.space, mode, write, credit)
+        if mode is Mode.CACHE:
+            core.boards.update({pool: ListedSlots(1) for pool in range(len(write))} if self._room_for_boards() else {})
         self.tier.open(core)
         client = self.clients[core.session] = Client(core)
         for pool, arena in enumerate(write):
             self.write_memory[core.session, pool] = [""] * arena.table.size
         return client
+
+    def _room_for_boards(self) -> bool:
+        """Return whether one more session may have a board of one entry a pool: as `ReadPool.next_board` for pools that are not as tiny."""
+        room = (self.read_slots - self.reserve - self.write_span) // 4
+        return all(p.boards.entries < room and p.publish_busy < p.publish_limit for p in self.space.pools)
 
     def parts(self, keys: Sequence[bytes], first: int, count: int, pools: Sequence[int] = ()) -> list[SpanPart]:
         """Return parts for keys `[first, first + count)` in some pools, by default in all."""
@@ -324,6 +354,28 @@ class World:
         client.pending_loads.pop(load_id, None)
         self.tier.release(client.core, [load_id])
         self.settle()
+
+    def lease_by_itself(self, client: Client, pool: int, key: bytes) -> bool:
+        """The client finds a page in the index, lists it on its board, and looks whether it still stands."""
+        board = client.core.boards.get(pool)
+        found = self.indexes[pool].find(key, len(key))
+        if board is None or found is None or len(board.listed) >= board.entries:
+            return False
+        slot = found[0][0]
+        board.listed.append(slot)
+        assert self.indexes[pool].stands(found)
+        read = self.space.pools[pool]
+        content = self.read_memory[pool][slot]
+        assert Stored(read.commits[slot], content) in self.committed[pool, key]
+        client.own.append(OwnLease(pool, slot, int(read.table.generation[slot]), key, content))
+        return True
+
+    def let_go_by_itself(self, client: Client) -> None:
+        """The client wipes its board; the daemon looks at its next tick."""
+        client.own.clear()
+        for board in client.core.boards.values():
+            board.listed.clear()
+        self.tick(0.0)
 
     def quarantine(self, client: Client) -> None:
         """The client's connection breaks; nothing is told to it any more."""
@@ -533,6 +585,7 @@ class World:
         """Check every invariant that the core can be held to."""
         self._check_books()
         self._check_leases()
+        self._check_own_leases()
         self._check_parked()
         self._check_sessions()
         self.check_indexes()
@@ -551,12 +604,13 @@ class World:
         for pool in self.space.pools:
             pool.check()
             assert np.count_nonzero(pool.published) <= self.read_slots - self.reserve
+            assert pool.publish_busy <= self.read_slots - self.reserve - pool.boards.entries
             filled = np.count_nonzero((pool.table.state == SlotState.FILLING) & ~pool.published)
             leased = np.count_nonzero(pool.leases)
             assert filled + leased <= self.read_slots - self.write_span
             resident = pool.table.state == SlotState.RESIDENT
             idle = resident & ~pool.draining
-            for slot in np.flatnonzero(idle).tolist():
+            for slot in set(np.flatnonzero(idle).tolist()) - pool.boards.lingering:
                 key = pool.keys[slot]
                 assert pool.keep, "a page stays that nobody uses"
                 assert key is not None
@@ -608,6 +662,15 @@ class World:
                 for part in views:
                     self._check_view(client.core.loads[load_id], part)
 
+    def _check_own_leases(self) -> None:
+        """What a client reads by itself stays where it is, whatever becomes of its key."""
+        for client in self.clients.values():
+            for own in client.own:
+                table = self.space.pools[own.pool].table
+                assert table.state[own.slot] in (SlotState.RESIDENT, SlotState.READY)
+                assert table.generation[own.slot] == own.generation, "the slot of a page that is listed was taken"
+                assert self.read_memory[own.pool][own.slot] == own.content
+
     def room_wanted(self, load: Load) -> list[tuple[int, int, int]]:
         """Return `(pool, slots to be leased or placed, slots to be placed)` of a parked load."""
         out: Counter[int] = Counter()
@@ -640,7 +703,7 @@ class World:
             ]
             assert any(held > limit for held, limit in limits), "a load waits for something else than loads"
             could = all(
-                self.space.pools[pool].load_held + n <= self.read_slots - self.write_span
+                self.space.pools[pool].load_held + n <= self.space.pools[pool].load_limit
                 and fresh <= self.space.pools[pool].table.free + self._evictable(pool, head)
                 for pool, n, fresh in wanted
             )
@@ -658,10 +721,14 @@ class World:
         """Return how many pages could make room for a load, which does not evict its own."""
         read = self.space.pools[pool]
         own = {k for place, first, n in load.needs if place == pool for k in load.keys[first : first + n]}
+        boards = [s.boards[pool] for s in self.tier.sessions.values() if s.boards]
+        listed = {slot for board in boards for slot in board.slots()}
         return read.evictable - sum(
             1
             for key, slot in read.index.items()
-            if key in own and read.table.state[slot] == SlotState.RESIDENT and not read.draining[slot]
+            if (key in own or slot in listed)
+            and read.table.state[slot] == SlotState.RESIDENT
+            and not read.draining[slot]
         )
 
     def _check_sessions(self) -> None:

@@ -32,9 +32,10 @@ class TierMachine(RuleBasedStateMachine):
     @initialize(
         stack=st.sampled_from(sorted(STACKS)),
         has_store=st.sampled_from([True, True, True, False]),
-        sizes=st.sampled_from([(9, 3, 1), (6, 2, 2), (12, 4, 3), (10, 8, 2), (16, 3, 2)]),
+        sizes=st.sampled_from([(9, 3, 1), (6, 2, 2), (12, 4, 3), (10, 8, 2), (16, 3, 2), (11, 2, 1)]),
         modes=st.lists(st.sampled_from([Mode.CACHE, Mode.CACHE, Mode.BUFFER_ONLY]), min_size=1, max_size=3),
         stored=st.tuples(st.integers(0, LENGTH), st.integers(0, LENGTH)),
+        read=st.lists(PICK, max_size=3),
     )
     def start(
         self,
@@ -43,14 +44,17 @@ class TierMachine(RuleBasedStateMachine):
         sizes: tuple[int, int, int],
         modes: list[Mode],
         stored: tuple[int, int],
+        read: list[int],
     ) -> None:
-        read, reserve, span = sizes
-        self.world = World(STACKS[stack], has_store=has_store, read_slots=read, reserve=reserve, write_span=span)
+        slots, reserve, span = sizes
+        self.world = World(STACKS[stack], has_store=has_store, read_slots=slots, reserve=reserve, write_span=span)
         self.pins: list[tuple[Client, int, list[bytes], list[tuple[int, int]]]] = []
         for i, mode in enumerate(modes):
             self._open(mode, i)
         for chain, length in zip(CHAINS, stored, strict=True):
             self._write_whole(self.world.clients[1], chain, length)
+        for at in read:
+            self._lease_by_itself(self.world.clients[1 + at % len(modes)], at)
 
     def _open(self, mode: Mode, credit: int) -> None:
         # Without a store there is nothing to stage for: the fences refuse buffer_only.
@@ -314,6 +318,26 @@ class TierMachine(RuleBasedStateMachine):
             self.world.tier.cancel(client.core, load_id)
             self.world.settle()
             assert (load_id in client.core.loads) == ready
+
+    @rule(pick=PICK, at=PICK, how=st.sampled_from(["lease", "lease", "lease", "wipe", "spoil"]))
+    def read_by_itself(self, pick: int, at: int, how: str) -> None:
+        """A client reads what is resident without asking for it, for as long as it likes; or it writes anything at all on its board."""
+        readers = [c for c in self.world.clients.values() if c.core.boards and c.core.state is SessionState.ACTIVE]
+        if not readers:
+            return
+        client = readers[pick % len(readers)]
+        if how == "lease":
+            self._lease_by_itself(client, at)
+            return
+        self.world.let_go_by_itself(client)
+        if how == "spoil":
+            for board in client.core.boards.values():
+                board.listed[:] = [at % 20 - 1]
+
+    def _lease_by_itself(self, client: Client, at: int) -> None:
+        there = [(place, key) for place, pool in enumerate(self.world.space.pools) for key in sorted(pool.index)]
+        if there:
+            self.world.lease_by_itself(client, *there[at % len(there)])
 
     # ------------------------------------------------------------------ the surroundings
 

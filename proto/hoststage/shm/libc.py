@@ -67,6 +67,8 @@ FALLOC_FL_PUNCH_HOLE = 0x02
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _SYS_MBIND = {"x86_64": 237, "aarch64": 235, "riscv64": 235, "ppc64le": 259, "s390x": 268}
+_SYS_MEMBARRIER = {"x86_64": 324, "aarch64": 283, "riscv64": 283, "ppc64le": 365, "s390x": 356}
+_MEMBARRIER_QUERY, _MEMBARRIER_GLOBAL_EXPEDITED = 0, 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -218,3 +220,22 @@ def mbind(address: int, length: int, policy: NumaPolicy, nodes: tuple[int, ...])
     arguments = (_ptr(address), ctypes.c_ulong(length), _int(policy), mask, ctypes.c_ulong(words * 64 + 1))
     if _syscall(ctypes.c_long(number), *arguments, ctypes.c_uint(0)) != 0:
         raise _fail("mbind", f"policy={policy.name}, nodes={nodes}")
+
+
+def _membarrier(command: int) -> int:
+    number = _SYS_MEMBARRIER.get(platform.machine())
+    if number is None:
+        return -1
+    return int(_syscall(ctypes.c_long(number), _int(command), ctypes.c_uint(0), _int(0)))
+
+
+def has_membarrier_global_expedited() -> bool:
+    """Whether the kernel (4.16, and no filter in the way) knows :func:`membarrier_global_expedited`."""
+    commands = _membarrier(_MEMBARRIER_QUERY)
+    return commands > 0 and bool(commands & _MEMBARRIER_GLOBAL_EXPEDITED)
+
+
+def membarrier_global_expedited() -> None:
+    """A full memory barrier of the calling thread, and of the threads of processes that registered for it; raises :class:`OSError` without it."""
+    if _membarrier(_MEMBARRIER_GLOBAL_EXPEDITED) != 0:
+        raise _fail("membarrier", "GLOBAL_EXPEDITED")

@@ -11,12 +11,13 @@ are never here.
 
 from __future__ import annotations
 
-import platform
 import struct
-import threading
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
+
+from hoststage.shm.fence import fence, full_fence
 
 KEY_BYTES = 32
 _HEADER_BYTES = 64
@@ -42,21 +43,9 @@ U32 = npt.NDArray[np.uint32]
 Found = tuple[list[int], list[int]] | tuple[npt.NDArray[np.int64], U32]
 """Slots and their versions, one a key: lists for a few keys, arrays for many."""
 
-_ordered = platform.machine() in ("x86_64", "AMD64")
-
 
 class PageIndexError(ValueError):
     """The memory is no page index of the size that was said."""
-
-
-def _fence() -> None:
-    """Keep loads and stores before this before those after it, where the processor does not by itself."""
-    if not _ordered:
-        # A release and an acquire after it, which no load or store passes.
-        barrier = threading.Lock()
-        barrier.acquire()
-        barrier.release()
-        barrier.acquire()
 
 
 def table_size(slots: int) -> int:
@@ -106,6 +95,7 @@ class PageIndexWriter:
     def __init__(self, memory: memoryview, slots: int) -> None:
         self._layout = _Layout(memory, slots)
         self._memory = memory
+        self._suspended: set[int] = set()
         np.frombuffer(memory, dtype=np.uint8)[:] = 0
         _HEADER.pack_into(memory, 0, _MAGIC, slots, table_size(slots))
 
@@ -126,9 +116,9 @@ class PageIndexWriter:
         word = slot * _ENTRY_WORDS + _VERSION_WORD
         version = it.words[word] | 1
         it.words[word] = version
-        _fence()
+        fence()
         it.bytes[slot * _ENTRY_BYTES : slot * _ENTRY_BYTES + KEY_BYTES] = padded
-        _fence()
+        fence()
         it.words[word] = ((version >> _COUNTER_BIT) + 1 & _MOST_COUNT) << _COUNTER_BIT | len(key) << 1
         table[at] = slot + 1
 
@@ -137,16 +127,40 @@ class PageIndexWriter:
         it = self._layout
         word = slot * _ENTRY_WORDS + _VERSION_WORD
         version = it.words[word]
-        if version & 1 or not version:
+        if slot in self._suspended:
+            self._suspended.discard(slot)
+        elif version & 1 or not version:
             return
         it.words[word] = version | 1
-        _fence()
+        fence()
         home = _home(bytes(it.bytes[slot * _ENTRY_BYTES : slot * _ENTRY_BYTES + KEY_BYTES]))
         for step in range(_REACH):
             at = (home + step) & it.mask
             if it.table[at] == slot + 1:
                 self._vacate(at)
                 return
+
+    def suspend(self, slots: Iterable[int]) -> None:
+        """What stands in these slots may have to go: nobody may rely on it until `resume`, or `drop`."""
+        words = self._layout.words
+        for slot in slots:
+            word = slot * _ENTRY_WORDS + _VERSION_WORD
+            version = words[word]
+            if version and not version & 1:
+                words[word] = version | 1
+                self._suspended.add(slot)
+
+    def resume(self, slots: Iterable[int]) -> None:
+        """What stands in these slots has stood there all the time, and stays: the versions are those of before."""
+        words = self._layout.words
+        for slot in slots:
+            if slot in self._suspended:
+                self._suspended.discard(slot)
+                words[slot * _ENTRY_WORDS + _VERSION_WORD] &= ~1
+
+    def barrier(self) -> None:
+        """All that was done here is seen by everybody before what the caller reads next."""
+        full_fence()
 
     def _vacate(self, hole: int) -> None:
         """Empty a place and move up what would not be found behind it. Readers may miss a key meanwhile, which does no harm."""
@@ -171,7 +185,7 @@ class PageIndexWriter:
         """Nothing that is here may be relied on any more."""
         words = np.frombuffer(self._layout.words, dtype=np.uint32).reshape(-1, _ENTRY_WORDS)
         words[:, _VERSION_WORD] |= 1
-        _fence()
+        fence()
         np.frombuffer(self._layout.table, dtype=np.uint32)[:] = 0
 
 
@@ -214,7 +228,7 @@ class PageIndex:
                     return None
                 slot = value - 1
                 version = words[slot * _ENTRY_WORDS + _VERSION_WORD]
-                _fence()
+                fence()
                 same = it.bytes[slot * _ENTRY_BYTES : slot * _ENTRY_BYTES + KEY_BYTES] == padded
                 if same and version & _STANDS == key_bytes << 1:
                     slots.append(slot)
@@ -238,7 +252,7 @@ class PageIndex:
         # What was stored together mostly lies together: no search, and memory is read in order.
         beside = slice(start, start + n)
         versions = self._versions[beside].copy()
-        _fence()
+        fence()
         if len(versions) == n:
             same = (self._keys[beside] == keys).all(axis=1)
             same &= (versions & _STANDS) == key_bytes << 1
@@ -266,7 +280,7 @@ class PageIndex:
     def _matches(self, slots: npt.NDArray[np.int64], keys: U32, key_bytes: int) -> tuple[npt.NDArray[np.bool_], U32]:
         """Return which of the keys stand in which of the slots, and the versions there."""
         version = self._versions[slots]
-        _fence()
+        fence()
         return (self._keys[slots] == keys).all(axis=1) & ((version & _STANDS) == key_bytes << 1), version
 
     def _finish(
@@ -282,7 +296,7 @@ class PageIndex:
 
     def stands(self, found: Found) -> bool:
         """Return whether every page still stands where it was found, and so stood there all the time in between."""
-        _fence()
+        fence()
         slots, versions = found
         if len(slots) <= _FEW:
             words = self._layout.words

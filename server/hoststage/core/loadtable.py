@@ -55,7 +55,7 @@ class LoadTable:
             load.done = True
             detail = f"a prefix of {load.prefix} pages ends inside a block group"
             return LoadResult(load.session, load.load_id, Outcome.MISS, True, detail=detail)
-        if self._too_large(load):
+        if self.too_large(load):
             load.done = True
             limits = ", ".join(f"{r.name}: {p.load_limit}" for r, p in zip(self.rules.pools, self.pools, strict=True))
             return LoadResult(
@@ -100,7 +100,8 @@ class LoadTable:
                 more[pool] = more.get(pool, 0) + takes
         return {pool: n + self.pools[pool].load_held - self.pools[pool].load_limit for pool, n in more.items()}
 
-    def _too_large(self, load: Load) -> bool:
+    def too_large(self, load: Load) -> bool:
+        """Return whether a load can never be placed, whatever others give up."""
         wanted: dict[int, int] = {}
         for pool, _, count in load.needs:
             wanted[pool] = wanted.get(pool, 0) + count

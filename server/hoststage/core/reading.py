@@ -153,6 +153,14 @@ class Reading(TierState):
         session.namespace.loads.drop(load)
         self._forget_load(session, load.load_id)
 
+    def _refuse_oversize(self, space: NamespaceCore) -> None:
+        """Room was set aside for a board: a load that waits, and can never be placed now, would hold up all behind it."""
+        for load in [x for x in space.loads.parked if space.loads.too_large(x)]:
+            self._cancel(
+                self.sessions[load.session], load, "what it asks for is more than loads may have since a session came"
+            )
+        self._retry(space)
+
     # -------------------------------------------------------------- revocation
 
     def _ask_back(self, space: NamespaceCore, now: float) -> None:

@@ -1,8 +1,8 @@
 """The read side of one pool: a namespace's arena, filled by the daemon alone.
 
 Loads land here once, however many sessions asked; in `cache` mode commits are published here and stay. The pool keeps the
-reserve: publishing holds at most `size - reserve` slots, and loads hold at most `size - write_span`, so that nothing but other
-loads can make a load of one window wait, and loads cannot stop publishing for good.
+reserve: publishing holds at most `size - reserve` slots, and loads hold at most `size - write_span`, both less what sessions may list on boards, so
+that nothing but other loads can make a load of one window wait, and neither loads nor boards can stop publishing for good.
 """
 
 from __future__ import annotations
@@ -10,21 +10,15 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
+from hoststage.core.boards import Board, Boards, IndexMirror, board_room, board_share
 from hoststage.core.slots import SMALL, SlotError, Slots, SlotState, SlotTable, as_slots
 
 # Reaching into an enum's class costs more than what is done with it here.
 _RESIDENT = SlotState.RESIDENT
-
-
-class IndexMirror(Protocol):
-    """What follows the index, entry by entry, for others to read. `drop` comes before the slot can be given to another page."""
-
-    def put(self, key: bytes, slot: int) -> None: ...
-    def drop(self, slot: int) -> None: ...
 
 
 class ReadPool:
@@ -32,7 +26,7 @@ class ReadPool:
 
     `keep`: pages stay RESIDENT when nobody leases them (`cache`), else their slots are freed (`buffer_only`).
     `evicted` is called with keys that leave the index for want of room, so that their group can follow.
-    `mirror` follows what is indexed, see `mirror_to`.
+    `mirror` follows what is indexed, see `mirror_to`. `boards`: where sessions list pages that they read by it.
     """
 
     __slots__ = (
@@ -40,6 +34,7 @@ class ReadPool:
         "_leases",
         "_tick",
         "_victims",
+        "boards",
         "commits",
         "draining",
         "evicted",
@@ -77,6 +72,7 @@ class ReadPool:
         self.evictions = 0
         self.evicted: Callable[[Sequence[bytes]], None] = lambda keys: None
         self.mirror: IndexMirror | None = None
+        self.boards = Boards()
         self._tick = 0
         # Candidates, oldest first, with their last use when they were queued: among all pages, and among published ones.
         self._victims: list[deque[tuple[int, int]]] = [deque(), deque()]
@@ -89,19 +85,45 @@ class ReadPool:
 
     @property
     def load_limit(self) -> int:
-        """Slots that loads may hold together."""
-        return self.size - self.write_span
+        """Slots that loads may hold together. What boards may list is not among them, so that it cannot be in their way."""
+        limit = self.size - self.write_span
+        return max(limit - self.boards.entries, min(limit, self.reserve))
 
     @property
     def publish_limit(self) -> int:
-        """Slots that published pages may hold."""
-        return self.size - self.reserve
+        """Slots that published pages may hold. As many as boards may list are left to them, beside the reserve."""
+        return self.size - self.reserve - self.boards.entries
+
+    def next_board(self) -> int:
+        """Return how many slots one more session may list on a board, 0 where it gets none.
+
+        None where pages do not stay or nobody can see which do, and none while publishing is too busy to give way.
+        """
+        if not self.keep or self.mirror is None:
+            return 0
+        room = board_room(self.size, self.reserve, self.write_span)
+        share = board_share(room, self.boards.entries)
+        return share if self.publish_busy <= self.publish_limit - share else 0
 
     @property
     def evictable(self) -> int:
-        """Resident pages that nobody leases and that are not being written to the store."""
-        resident = self.table.state == SlotState.RESIDENT
-        return self.table.counts[SlotState.RESIDENT] - int(np.count_nonzero(resident & self.draining))
+        """Resident pages that nobody leases and that are not being written to the store. Boards may list some of them."""
+        return int(np.count_nonzero(self._idle()))
+
+    def _idle(self) -> NDArray[np.bool_]:
+        """Return which slots have a page that is indexed and that nobody leases or writes to the store."""
+        idle: NDArray[np.bool_] = (self.table.state == SlotState.RESIDENT) & ~self.draining
+        if self.boards.lingering:
+            idle[list(self.boards.lingering)] = False
+        return idle
+
+    def by_state(self) -> dict[str, int]:
+        """Return the number of slots in each state that occurs, those that linger apart from resident pages."""
+        states = self.table.by_state()
+        if lingering := len(self.boards.lingering):
+            states["resident"] -= lingering
+            states["lingering"] = lingering
+        return states
 
     # -------------------------------------------------------------- leases
 
@@ -160,24 +182,38 @@ class ReadPool:
             self.load_held -= 1
             self._last_used[slot] = self._tick
             self.table.move_one(slot, SlotState.READY, SlotState.RESIDENT)
-        self._discard([s for s in done if not self.draining[s] and not (self.keep and self._indexed(s))])
+        self._let_go([s for s in done if not self.draining[s] and not (self.keep and self._indexed(s))])
 
     def _settle(self, slots: Slots) -> None:
         """Free those RESIDENT slots that have no reason to stay."""
-        go = [s for s in slots.tolist() if not self.draining[s] and not (self.keep and self._indexed(s))]
-        self._discard(go)
+        self._let_go([s for s in slots.tolist() if not self.draining[s] and not (self.keep and self._indexed(s))])
 
     def _indexed(self, slot: int) -> bool:
         key = self.keys[slot]
         return key is not None and self.index.get(key) == slot
 
-    def _discard(self, slots: list[int]) -> None:
+    def _let_go(self, slots: list[int]) -> None:
+        """Take pages out of the index, where they are still there, and free their slots: at once, or when no board lists them any more."""
+        if self.boards and slots:
+            for slot in slots:
+                self._unindex(slot)
+            if listed := self.boards.listed(slots, self.mirror):
+                self.boards.honoured += len(listed)
+                self.boards.lingering |= listed
+                slots = [s for s in slots if s not in listed]
+        self._discard(slots)
+
+    def _unindex(self, slot: int) -> None:
+        key = self.keys[slot]
+        if key is not None and self.index.get(key) == slot:
+            del self.index[key]
+            if self.mirror is not None:
+                self.mirror.drop(slot)
+
+    def _discard(self, slots: Sequence[int]) -> None:
+        """Free slots that no board lists."""
         for slot in slots:
-            key = self.keys[slot]
-            if key is not None and self.index.get(key) == slot:
-                del self.index[key]
-                if self.mirror is not None:
-                    self.mirror.drop(slot)
+            self._unindex(slot)
             self.keys[slot] = None
             self.commits[slot] = b""
             if self.published[slot]:
@@ -185,6 +221,41 @@ class ReadPool:
                 self.published_held -= 1
         if slots:
             self.table.release(as_slots(slots), SlotState.RESIDENT)
+
+    # -------------------------------------------------------------- boards
+
+    def add_board(self, board: Board) -> None:
+        """A session may list pages that it reads from now on."""
+        self.boards.add(board)
+
+    def remove_board(self, board: Board) -> None:
+        """A session's board is gone, and with it all that it listed."""
+        self.boards.remove(board)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Free the slots that linger and that no board lists any more."""
+        lingering = self.boards.lingering
+        if lingering:
+            gone = lingering - self.boards.listed(lingering, self.mirror)
+            lingering -= gone
+            self._discard(sorted(gone))
+
+    def _unlisted(self, slots: list[int]) -> list[int]:
+        """Suspend indexed pages in the mirror, and return those that no board lists; the others stand again."""
+        if not self.boards or not slots:
+            return slots
+        assert self.mirror is not None
+        self.mirror.suspend(slots)
+        listed = self.boards.listed(slots, self.mirror)
+        if not listed:
+            return slots
+        self.mirror.resume(listed)
+        self.boards.honoured += len(listed)
+        self._tick += 1
+        for slot in listed:
+            self._last_used[slot] = self._tick
+        return [slot for slot in slots if slot not in listed]
 
     # -------------------------------------------------------------- readers that do not ask
 
@@ -224,6 +295,8 @@ class ReadPool:
         """
         if loads_wait and self.publish_busy + n > self.write_span:
             return None
+        if self.boards.lingering and self.published_held + n > self.publish_limit:
+            self.sweep()
         over = self.published_held + n - self.publish_limit
         if n > self.publish_limit or (over > 0 and not self._evict(over, published_only=True)):
             return None
@@ -235,6 +308,8 @@ class ReadPool:
         return slots
 
     def _make_room(self, n: int) -> bool:
+        if self.boards.lingering and n > self.table.free:
+            self.sweep()
         short = n - self.table.free
         return short <= 0 or self._evict(short, published_only=False)
 
@@ -242,22 +317,23 @@ class ReadPool:
         """Evict the `n` least recently used pages that may go; False, and nothing is evicted, where there are fewer."""
         chosen: list[int] = []
         seen: set[int] = set()
-        state_of, used = self.table.state_of, self._last_used
-        for refill in (False, True):
-            if refill:
-                self._refill(n, published_only)
-            victims = self._victims[published_only]
-            while victims and len(chosen) < n:
-                slot, tick = victims.popleft()
-                if used[slot] != tick or state_of(slot) != _RESIDENT or slot in seen or self.draining[slot]:
-                    continue
-                if self.published[slot] or not published_only:
-                    chosen.append(slot)
-                    seen.add(slot)
-            if len(chosen) == n:
+        refilled = False
+        while len(chosen) < n:
+            found = self._candidates(n - len(chosen), seen, published_only)
+            if found:
+                unlisted = self._unlisted(found)
+                chosen += unlisted
+                # Where boards list some of what a refill brought, another one brings others.
+                refilled &= len(unlisted) == len(found)
+            elif not refilled:
+                self._refill(n + len(seen), published_only)
+                refilled = True
+            else:
                 break
         if len(chosen) < n:
             self._victims[published_only].clear()
+            if self.boards and self.mirror is not None:
+                self.mirror.resume(chosen)
             return False
         keys = [k for k in (self.keys[s] for s in chosen) if k is not None]
         self._discard(chosen)
@@ -265,9 +341,23 @@ class ReadPool:
         self.evicted(keys)
         return True
 
+    def _candidates(self, n: int, seen: set[int], published_only: bool) -> list[int]:
+        """Take up to `n` pages off the queue that may go, but for those `seen`, to which they are added."""
+        found: list[int] = []
+        victims = self._victims[published_only]
+        state_of, used, lingering = self.table.state_of, self._last_used, self.boards.lingering
+        while victims and len(found) < n:
+            slot, tick = victims.popleft()
+            if used[slot] != tick or state_of(slot) != _RESIDENT or slot in seen or self.draining[slot]:
+                continue
+            if slot not in lingering and (self.published[slot] or not published_only):
+                found.append(slot)
+                seen.add(slot)
+        return found
+
     def _refill(self, n: int, published_only: bool) -> None:
         """Queue the oldest evictable pages, more than are needed now, so that the scan's cost is shared by many evictions."""
-        may = (self.table.state == SlotState.RESIDENT) & ~self.draining
+        may = self._idle()
         if published_only:
             may &= self.published
         found = np.flatnonzero(may)
@@ -290,6 +380,7 @@ class ReadPool:
             self.load_held -= len(slots)
         self._tick += 1
         self.last_used[slots] = self._tick
+        replaced: list[int] = []
         for slot, key, commit_id in zip(slots.tolist(), keys, commit_ids, strict=True):
             self.keys[slot] = key
             self.commits[slot] = commit_id
@@ -302,7 +393,8 @@ class ReadPool:
                 self.mirror.put(key, slot)
             self.index[key] = slot
             if old is not None:
-                self._orphaned(old)
+                replaced.append(old)
+        self._orphaned(replaced)
 
     def settle(self, slots: Slots) -> None:
         """Nobody leased these after `filled`: free them where pages are not kept."""
@@ -330,26 +422,26 @@ class ReadPool:
         self.draining[slots] = False
         self.settle(slots)
 
-    def _orphaned(self, slot: int) -> None:
-        """The slot left the index: free it unless somebody still uses it."""
-        if self.table.state_of(slot) == _RESIDENT and not self.draining[slot]:
-            self._discard([slot])
+    def _orphaned(self, slots: list[int]) -> None:
+        """These left the index: free them unless somebody still uses them."""
+        if slots:
+            self._let_go([s for s in slots if self.table.state_of(s) == _RESIDENT and not self.draining[s]])
 
     def drop(self, keys: Iterable[bytes]) -> int:
         """Take pages out of the index; their slots are free once nobody uses them. Return how many were there."""
-        n = 0
+        gone: list[int] = []
         for key in keys:
             slot = self.index.pop(key, None)
             if slot is not None:
-                n += 1
+                gone.append(slot)
                 if self.mirror is not None:
                     self.mirror.drop(slot)
-                self._orphaned(slot)
-        return n
+        self._orphaned(gone)
+        return len(gone)
 
     def drop_idle(self) -> int:
-        """Evict every page that nobody uses; return how many."""
-        may = np.flatnonzero((self.table.state == SlotState.RESIDENT) & ~self.draining).tolist()
+        """Evict every page that nobody uses, boards included; return how many."""
+        may = self._unlisted(np.flatnonzero(self._idle()).tolist())
         keys = [k for k in (self.keys[s] for s in may) if k is not None]
         self._discard(may)
         self.evicted(keys)
@@ -367,6 +459,9 @@ class ReadPool:
         filling = self.table.state == SlotState.FILLING
         if self.load_held != int(np.count_nonzero(ready | (filling & ~self.published))):
             raise SlotError("the count of slots that loads hold is wrong")
+        for slot in self.boards.lingering:
+            if self.table.state_of(slot) != _RESIDENT or self._indexed(slot):
+                raise SlotError(f"slot {slot} lingers, though its page is indexed or in use")
         for key, slot in self.index.items():
             if self.keys[slot] != key:
                 raise SlotError(f"the index names slot {slot} for a key that it does not hold")

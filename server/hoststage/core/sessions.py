@@ -10,6 +10,7 @@ from enum import Enum
 import numpy as np
 
 from hoststage.core.beliefs import Beliefs
+from hoststage.core.boards import Board
 from hoststage.core.commits import Commit
 from hoststage.core.effects import Outcome, PartSlots, ReserveResult
 from hoststage.core.loads import Load
@@ -66,7 +67,10 @@ class SpanPart:
 
 @dataclass(slots=True, eq=False)
 class SessionCore:
-    """One session's part in the core. `copying`: copies of the daemon into its write arenas that are under way."""
+    """One session's part in the core. `copying`: copies of the daemon into its write arenas that are under way.
+
+    boards: where it lists pages that it reads by the page indexes, by pool; none where it asks for all that it reads.
+    """
 
     session: int
     namespace: NamespaceCore
@@ -81,6 +85,7 @@ class SessionCore:
     queued: deque[QueuedReserve] = field(default_factory=deque)
     read_leases: int = 0
     copying: int = 0
+    boards: dict[int, Board] = field(default_factory=dict)
 
     @property
     def idle(self) -> bool:
@@ -135,6 +140,18 @@ class NamespaceCore:
             resident += self.loads.forget(place, [*pool.index, *fetching])
             beliefs.clear()
         return resident
+
+    def next_boards(self) -> dict[int, int]:
+        """Return what one more session may list on its board, by pool; nothing where one of them has no room for it."""
+        shares = {place: pool.next_board() for place, pool in enumerate(self.pools) if pool.size}
+        return shares if all(shares.values()) else {}
+
+    def sweep(self) -> int:
+        """Free the slots that linger and that no board lists any more; return how many."""
+        before = sum(len(pool.boards.lingering) for pool in self.pools)
+        for pool in self.pools:
+            pool.sweep()
+        return before - sum(len(pool.boards.lingering) for pool in self.pools)
 
     def heal(self, keys: Sequence[bytes], present: Sequence[Sequence[bytes | None]]) -> int:
         """Forget pages whose sidecar is of another commit, so that they can be stored anew; return how many keys.

@@ -26,6 +26,10 @@ class Tier(Writing):
         session.namespace.sessions.add(session.session)
         if session.mode is Mode.CACHE:
             session.namespace.upgrade()
+        for pool, board in session.boards.items():
+            session.namespace.pools[pool].add_board(board)
+        if session.boards:
+            self._refuse_oversize(session.namespace)
 
     def quarantine(self, session: SessionCore) -> None:
         """Its connection broke; its process may still write its slots and read its leases: nobody gets them."""
@@ -48,6 +52,8 @@ class Tier(Writing):
         session.queued.clear()
         for load in [*session.loads.values(), *session.pins.values()]:
             self._end_load(session, load)
+        for pool, board in session.boards.items():
+            session.namespace.pools[pool].remove_board(board)
         for write in session.write:
             write.owner_gone()
         self._retry(session.namespace)
@@ -87,6 +93,9 @@ class Tier(Writing):
             if expired:
                 self._serve_queued(session)
         for space in self.namespaces.values():
+            # Boards are wiped without a word: whether a load that waits may go on is seen by looking.
+            if space.sweep() or (space.loads.parked and any(pool.boards for pool in space.pools)):
+                self._retry(space)
             self._ask_back(space, now)
         self._start_drains(now)
 
