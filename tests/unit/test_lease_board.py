@@ -21,7 +21,7 @@ ENTRIES = (5, 3)
 def made(entries: tuple[int, ...] = ENTRIES) -> tuple[list[BoardSection], LeaseBoard]:
     memory = memoryview(bytearray(b"\xff" * (board_bytes(entries) + 64)))
     sections = make_board(memory, entries)
-    return sections, LeaseBoard(memory, len(entries))
+    return sections, LeaseBoard(memory)
 
 
 def listed(section: BoardSection) -> list[int]:
@@ -87,12 +87,13 @@ def test_garbage_from_a_client_is_read_within_the_daemons_own_bounds():
 def test_memory_that_is_no_board_is_refused():
     memory = memoryview(bytearray(board_bytes(ENTRIES)))
     with pytest.raises(LeaseBoardError, match="no lease board"):
-        LeaseBoard(memory, 2)
+        LeaseBoard(memory)
     make_board(memory, ENTRIES)
-    with pytest.raises(LeaseBoardError, match="for 3 pools"):
-        LeaseBoard(memory, 3)
     with pytest.raises(LeaseBoardError, match="does not fit"):
-        LeaseBoard(memory[:128], 2)
+        LeaseBoard(memory[:128])
+    memory[8:12] = (1 << 20).to_bytes(4, "little")
+    with pytest.raises(LeaseBoardError, match="1048576 pools"):
+        LeaseBoard(memory)
 
 
 def test_threads_share_a_board():

@@ -27,12 +27,13 @@ _GIVEN_BACK = "the connection was lost, and its memory given back"
 
 
 class ArenaKind(Enum):
-    """Whose an arena is: the session's own to write, the namespace's to read, leased whole, or the index of a read arena."""
+    """Whose an arena is: the session's own to write, the namespace's to read, leased whole, the index of a read arena, or the session's lease board."""
 
     WRITE = "write"
     READ = "read"
     WHOLE = "whole"
     INDEX = "index"
+    BOARD = "board"
 
 
 class PinLevel(Enum):
@@ -116,13 +117,15 @@ class Arena:
 class Arenas:
     """What a session has mapped: one write and one read arena a pool, in stack order, and what it leased whole.
 
-    index: the page index of a pool's read arena, where the daemon gives one. It holds no pages and is not among those iterated over.
+    index: the page index of a pool's read arena, where the daemon gives one. board: where the session lists what it reads by the indexes. They
+    hold no pages and are not among those iterated over.
     """
 
     write: dict[int, Arena] = field(default_factory=dict)
     read: dict[int, Arena] = field(default_factory=dict)
     whole: dict[int, Arena] = field(default_factory=dict)
     index: dict[int, Arena] = field(default_factory=dict)
+    board: Arena | None = None
 
     def __iter__(self) -> Iterator[Arena]:
         return iter([*self.write.values(), *self.read.values(), *self.whole.values()])
@@ -131,6 +134,8 @@ class Arenas:
         """Take an arena in."""
         if arena.kind is ArenaKind.WHOLE:
             self.whole[arena.arena_id] = arena
+        elif arena.kind is ArenaKind.BOARD:
+            self.board = arena
         else:
             by_pool = {ArenaKind.WRITE: self.write, ArenaKind.READ: self.read, ArenaKind.INDEX: self.index}
             by_pool[arena.kind][arena.pool] = arena
@@ -139,7 +144,7 @@ class Arenas:
         """Give all mappings back; returns those that views of the caller still hold."""
         # The tables stay: a thread that is about to copy finds a closed arena, and says that the session was lost.
         busy = []
-        for arena in [*self, *self.index.values()]:
+        for arena in [*self, *self.index.values(), *([self.board] if self.board is not None else ())]:
             if arena.mapping.unmap():
                 arena.close_descriptors()
             else:
@@ -199,12 +204,13 @@ def _mapped(grant: pb.ArenaGrant, parts: dict[int, tuple[int, int]], page_bytes:
         raise MappingError(f"arena {grant.arena_id}: its kind {grant.kind} is not known to this client")
     mapping = Mapping.map(
         [Chunk(parts[i][0], size) for i, size in enumerate(sizes)],
-        kind in (ArenaKind.WRITE, ArenaKind.WHOLE),
+        kind in (ArenaKind.WRITE, ArenaKind.WHOLE, ArenaKind.BOARD),
         private_to_process=True,
         require_seals=True,
     )
     size = page_bytes[grant.pool] if kind in (ArenaKind.WRITE, ArenaKind.READ) else grant.stride
-    if kind is not ArenaKind.INDEX and (grant.slots * grant.stride > mapping.size or size > grant.stride):
+    holds_pages = kind not in (ArenaKind.INDEX, ArenaKind.BOARD)
+    if holds_pages and (grant.slots * grant.stride > mapping.size or size > grant.stride):
         mapping.unmap()
         raise MappingError(
             f"arena {grant.arena_id}: {grant.slots} slots of {grant.stride} bytes (pages of {size}) do not fit {sum(sizes)}"

@@ -27,7 +27,18 @@ from hoststage.v1 import hoststage_pb2 as pb
 from hoststage.v1 import ops
 from hoststage.v1.convert import slots_from_proto, slots_to_proto
 
-FEATURES = ("lane", "inline", "imported", "data", "pins", "holds", "whole_arenas", "credits", "page_index")
+FEATURES = (
+    "lane",
+    "inline",
+    "imported",
+    "data",
+    "pins",
+    "holds",
+    "whole_arenas",
+    "credits",
+    "page_index",
+    "lease_board",
+)
 _UNANSWERED = ("release", "revoke_ack", "touch")
 _AT_ANY_TIME = ("release", "abort", "revoke_ack", "return_arena", "cancel_load")
 """What gives back something that has a number of its own, and so means the same later."""
@@ -375,6 +386,8 @@ class Link:
             self.leased.difference_update(release.load_ids)
             self.post(release)
             self.settle_revocations()
+        if self.self_service is not None:
+            self.self_service.flush()
 
     def tell_touched(self) -> None:
         """Tell the daemon what was read without asking it."""

@@ -98,8 +98,11 @@ def load(core: Core, request: LoadRequest, into: Mapping[str, Rows] | None, dead
     names = [pool.name for pool in core.options.stack.pools]
     if not link.maps:
         return _load_inline(core, link, request, targets, deadline, names)
-    if into is not None and not request.ranges and link.self_service is not None:
-        loaded = _serve_oneself(link, link.self_service, request, targets, names)
+    if link.self_service is not None and not request.ranges:
+        if into is None:
+            loaded = _lease_oneself(link, link.self_service, request, names)
+        else:
+            loaded = _serve_oneself(link, link.self_service, request, targets, names)
         if loaded is not None:
             return loaded
     op = start_load(link, request, deadline)
@@ -147,6 +150,22 @@ def _serve_oneself(
         # The daemon is gone, and with it the promise that an index says so before a page is overwritten.
         raise SessionLost(str(link.lost))
     return Loaded.copied(names, request.prefix, first)
+
+
+def _lease_oneself(link: Link, service: SelfService, request: LoadRequest, names: Sequence[str]) -> Loaded | None:
+    """Lease resident pages without asking the daemon; None where it must be asked."""
+    own = service.lease(request.run, request.prefix)
+    if own is None:
+        return None
+    if link.lost is not None:
+        # The daemon is gone, and with it the promise that it looks at our board.
+        own.release()
+        raise SessionLost(str(link.lost))
+    loaded = Loaded.listed(names, request.prefix, link, own)
+    pin = request.pin_for(link)
+    if pin:
+        link.post(ops.Release((), (pin,)))
+    return loaded
 
 
 def _targets(core: Core, into: Mapping[str, Rows] | None) -> dict[int, PageRows]:
@@ -199,6 +218,15 @@ def _load_inline(
     return loaded
 
 
+def load_stream(link: Link, request: LoadRequest, names: Sequence[str], deadline: Deadline) -> LoadStream:
+    """Begin a load whose groups are handed over as they arrive; see `Session.load_groups`."""
+    if link.self_service is not None and not request.ranges:
+        loaded = _lease_oneself(link, link.self_service, request, names)
+        if loaded is not None:
+            return LoadStream(loaded, names, deadline)
+    return LoadStream(start_load(link, request, deadline), names, deadline)
+
+
 class LoadStream:
     """The groups of a load as they arrive; iterate once. `loaded` holds the whole afterwards, and what is to be released.
 
@@ -206,14 +234,18 @@ class LoadStream:
     nothing of what was yielded may be used. Leaving the iteration early cancels the load.
     """
 
-    def __init__(self, op: LoadOp, names: Sequence[str], deadline: Deadline) -> None:
-        self.loaded = Loaded(names)
-        self._op = op
+    def __init__(self, op: LoadOp | Loaded, names: Sequence[str], deadline: Deadline) -> None:
+        """op: a load under way, or pages that are there already: one group."""
+        self.loaded = op if isinstance(op, Loaded) else Loaded(names)
+        self._op = op if isinstance(op, LoadOp) else None
         self._names = names
         self._deadline = deadline
 
     def __iter__(self) -> Generator[LoadGroup, None, None]:
         op, names, finished = self._op, self._names, False
+        if op is None:
+            yield from self._at_once()
+            return
         try:
             for group in op.each(self._deadline):
                 first = {names[pool]: parts[0].first for pool, parts in group.items()}
@@ -231,17 +263,32 @@ class LoadStream:
         else:
             self.loaded = Loaded(names, 0, op.outcome, op.detail)
 
+    def _at_once(self) -> Generator[LoadGroup, None, None]:
+        loaded, finished = self.loaded, False
+        try:
+            pools = loaded.pools
+            yield LoadGroup({pool: loaded.first(pool) for pool in pools}, {pool: loaded.pages(pool) for pool in pools})
+            finished = True
+        finally:
+            if not finished:
+                self.cancel()
+
     @property
     def ended(self) -> bool:
         """Whether nothing more will come, so that `wait` returns at once."""
-        return self._op.final.done
+        return self._op is None or self._op.final.done
 
     def wait(self) -> Loaded:
         """Wait for all groups at once and return the whole, falsy for a miss. Raises what the iteration raises."""
-        for _ in self:
-            pass
+        if self._op is not None:
+            for _ in self:
+                pass
         return self.loaded
 
     def cancel(self) -> None:
         """Give the load up; what it leased goes back."""
-        self._op.give_up()
+        if self._op is not None:
+            self._op.give_up()
+        else:
+            self.loaded.release()
+            self.loaded = Loaded(self._names)

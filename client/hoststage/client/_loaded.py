@@ -13,6 +13,7 @@ from hoststage.client._inline import InlineLoaded, InlineLoading
 from hoststage.client._link import Link
 from hoststage.client._loadop import Extent, LoadOp
 from hoststage.client._pages import PageRows, ScatteredPages
+from hoststage.client._selfserve import OwnLease
 from hoststage.client.errors import SessionLost, StackError
 from hoststage.v1 import ops
 from hoststage.v1.imported import ImportedLoadReply
@@ -85,6 +86,8 @@ class Loaded:
         self.detail = detail
         self._names = names
         self._op: LoadOp | None = None
+        self._own: OwnLease | None = None
+        self._link: Link | None = None
         self._first: dict[str, int] = {}
         self._pages: dict[str, list[memoryview]] = {}
         self._places: dict[str, tuple[Arena, U32]] = {}
@@ -94,13 +97,23 @@ class Loaded:
     def of_slots(cls, names: Sequence[str], op: LoadOp, extents: Mapping[int, list[Extent]], *, views: bool) -> Loaded:
         """Hand out leased slots."""
         loaded = cls(names, op.prefix, op.outcome, op.detail)
-        loaded._op = op
+        loaded._op, loaded._link = op, op.link
         for pool, parts in extents.items():
             loaded._first[names[pool]] = parts[0].first
             if views:
                 arena, slots = op.link.arenas.read[pool], np.concatenate([part.slots for part in parts])
                 loaded._places[names[pool]] = (arena, slots)
                 loaded._pages[names[pool]] = arena.views(slots)
+        return loaded
+
+    @classmethod
+    def listed(cls, names: Sequence[str], prefix: int, link: Link, own: OwnLease) -> Loaded:
+        """Hand out pages that are leased without the daemon's help."""
+        loaded = cls(names, prefix, Outcome.READY)
+        loaded._own, loaded._link = own, link
+        for pool, first, pages in own.views():
+            loaded._first[names[pool]] = first
+            loaded._pages[names[pool]] = pages
         return loaded
 
     @classmethod
@@ -157,27 +170,39 @@ class Loaded:
         """
         if self._released:
             raise ValueError("the pages were released: the daemon may have put others in their place")
-        if pool not in self._places or self._op is None:
-            raise StackError("pool", pool, f"name one of {sorted(self._places)}, whose pages came over shm")
-        arena, slots = self._places[pool]
+        arena, slots = self._place(pool)
         rows = PageRows(into, pool, arena.page_bytes, writable=True)
         if rows.count < len(slots):
             raise StackError(f"into[{pool!r}]", f"{rows.count} rows", f"{len(slots)} pages were loaded")
         rows.from_arena(0, arena, slots, pieces)
         self.check()
 
+    def _place(self, pool: str) -> tuple[Arena, U32]:
+        """Return the arena and the slots of a pool's pages. Raises `StackError` where they are not over shm."""
+        if self._own is not None:
+            for place, _, slots in self._own.pages:
+                if self._names[place.place] == pool:
+                    return place.pages, np.asarray(slots, dtype=np.uint32)
+        if pool not in self._places:
+            raise StackError("pool", pool, f"name one of {sorted(self._places)}, whose pages came over shm")
+        return self._places[pool]
+
     def check(self) -> None:
         """Raise `SessionLost` where the connection that leased the pages is lost: what was copied since cannot be relied on."""
-        if self._op is not None and self._op.link.lost is not None:
-            raise SessionLost(str(self._op.link.lost))
+        if self._link is not None and self._link.lost is not None:
+            raise SessionLost(str(self._link.lost))
 
     def release(self) -> None:
         """Give the leases up; safe to repeat."""
         self._pages, self._places = {}, {}
         self._released = True
         op, self._op = self._op, None
+        own, self._own = self._own, None
+        self._link = None
         if op is not None and op.outcome is Outcome.READY:
             op.link.release(op.load_id)
+        elif own is not None:
+            own.release()
 
     def __enter__(self) -> Loaded:
         return self

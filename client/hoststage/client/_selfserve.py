@@ -1,13 +1,17 @@
-"""Serving oneself: lookups and copies of resident pages by the daemon's page indexes, without asking the daemon.
+"""Serving oneself: lookups, copies and leases of resident pages by the daemon's page indexes, without asking the daemon.
 
-A copy is checked afterwards: where a page has left its slot meanwhile, what was copied does not count, and the daemon is asked. The
-daemon hears of the hits now and then, so that what is read here is not what it evicts first.
+A copy is checked afterwards: where a page has left its slot meanwhile, what was copied does not count, and the daemon is asked. For a
+view the slots are listed on the session's lease board first, and checked then: what stands, stays, until it is taken off the board. The daemon hears of
+the hits now and then, so that what is read here is not what it evicts first.
 """
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,34 +19,91 @@ import numpy as np
 from hoststage.client._arenas import Arena, Arenas
 from hoststage.client._pages import KeyRun, PageRows
 from hoststage.client.errors import SessionLost
+from hoststage.shm.fence import full_fence_known
+from hoststage.shm.leaseboard import LeaseBoard, Listing
 from hoststage.shm.pageindex import Found, PageIndex
 from hoststage.v1 import hoststage_pb2 as pb
 
 _MOST_TOUCHED = 4096
 
+_boards: weakref.WeakSet[LeaseBoard] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    """A forked child does not map the boards: what it inherited is released without them."""
+    for board in list(_boards):
+        board.disown()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """One pool: its index, the pages that lie in its slots, and how many pages at a prefix's end it needs (0: all)."""
+    """One pool: its index, the pages that lie in its slots, and how many pages at a prefix's end it needs (0: all).
+
+    whole: all of its pages, which costs more to ask for anew each time than one page's view does.
+    """
 
     place: int
     index: PageIndex
     pages: Arena
     trailing: int
+    whole: memoryview
 
     def first(self, prefix: int) -> int:
         """The first page that a prefix needs."""
         return max(0, prefix - self.trailing) if self.trailing else 0
 
 
+class OwnLease:
+    """Pages that are leased because the session's board lists them. `pages`: pool, place of its first page in the prefix, and where they lie."""
+
+    __slots__ = ("_board", "_listing", "pages")
+
+    def __init__(self, board: LeaseBoard, listing: Listing, pages: Sequence[tuple[_Pool, int, Sequence[int]]]) -> None:
+        self._board = board
+        # Taken out once, whoever releases first: an entry that is given back twice would be two leases' own.
+        self._listing = [listing]
+        self.pages = pages
+
+    def views(self) -> list[tuple[int, int, list[memoryview]]]:
+        """Return, per pool, its place, that of its first page, and the pages."""
+        out = []
+        for pool, first, slots in self.pages:
+            whole, stride, size = pool.whole, pool.pages.stride, pool.pages.page_bytes
+            out.append((pool.place, first, [whole[slot * stride : slot * stride + size] for slot in slots]))
+        return out
+
+    def release(self) -> None:
+        """Take the pages off the board; safe to repeat."""
+        with suppress(IndexError):
+            self._board.clear(self._listing.pop())
+
+    def __del__(self) -> None:
+        # A finalizer may run in the middle of anything, a method of the board's included.
+        if self._listing:
+            self._board.drop(self._listing.pop())
+
+
 class SelfService:
-    """The page indexes of one connection."""
+    """The page indexes of one connection, and its lease board where it has one."""
 
     def __init__(self, arenas: Arenas) -> None:
         self._pools = tuple(
-            _Pool(place, PageIndex(index.whole(), index.slots), arenas.read[place], index.trailing_pages)
+            _Pool(
+                place,
+                PageIndex(index.whole(), index.slots),
+                arenas.read[place],
+                index.trailing_pages,
+                arenas.read[place].whole(),
+            )
             for place, index in sorted(arenas.index.items())
         )
+        self._board: LeaseBoard | None = None
+        if arenas.board is not None and full_fence_known():
+            self._board = LeaseBoard(arenas.board.whole())
+            _boards.add(self._board)
         self._lock = threading.Lock()
         self._lookups = self._loads = 0
         self._used: dict[int, set[int]] = {}
@@ -85,6 +146,40 @@ class SelfService:
         self._note(found)
         return {pool.place: pool.first(prefix) for pool, _ in found}
 
+    def lease(self, run: KeyRun, prefix: int) -> OwnLease | None:
+        """Lease the pages that a prefix needs, to be looked at where they lie.
+
+        None where a page is not resident, or the board has no room for all of them.
+        """
+        board, pools = self._board, self._pools
+        if board is None or not pools:
+            return None
+        found: list[tuple[_Pool, Found]] = []
+        pages: list[tuple[_Pool, int, Sequence[int]]] = []
+        for pool in pools:
+            first = pool.first(prefix)
+            there = pool.index.find(run.cut(first, prefix), run.key_bytes)
+            if there is None:
+                return None
+            slots = there[0]
+            found.append((pool, there))
+            pages.append((pool, first, slots if isinstance(slots, list) else slots.tolist()))
+        listing = board.enlist([(pool.place, slots) for pool, _, slots in pages])
+        if listing is None:
+            return None
+        lease = OwnLease(board, listing, pages)
+        # The index was looked at before: what has left since then may have been overwritten without a look at our board.
+        if not all(pool.index.stands(there) for pool, there in found):
+            lease.release()
+            return None
+        self._note(found)
+        return lease
+
+    def flush(self) -> None:
+        """Take off the board what was dropped without a release."""
+        if self._board is not None:
+            self._board.clear_dropped()
+
     def _note(self, found: Iterable[tuple[_Pool, Found]]) -> None:
         with self._lock:
             self._loads += 1
@@ -94,8 +189,10 @@ class SelfService:
                     used.update(slots if isinstance(slots, list) else slots.tolist())
 
     def close(self) -> None:
-        """Let the indexes go, so that they can be unmapped; whoever is reading one right now still holds it."""
+        """Let the indexes and the board go, so that they can be unmapped; whoever is reading one right now still holds it."""
         self._pools = ()
+        if self._board is not None:
+            self._board.close()
 
     def news(self) -> pb.ClientMessage | None:
         """Return what the daemon has not heard of yet; None where there is nothing."""

@@ -297,7 +297,7 @@ class Session:
         if not link.maps:
             raise StackError("path", link.grant.path.value, "groups come over shm alone; use load()")
         names = [pool.name for pool in self.stack.pools]
-        return LoadStream(_load.start_load(link, request, deadline), names, deadline)
+        return _load.load_stream(link, request, names, deadline)
 
     def release(self, loads: Iterable[Loaded]) -> None:
         """Give the leases of several loads up."""

@@ -75,13 +75,13 @@ def make_board(memory: memoryview, entries: Sequence[int]) -> list[BoardSection]
 class LeaseBoard:
     """A client's end. Any number of threads may use it.
 
-    memory: the daemon's, mapped writable. :raises LeaseBoardError: where it is no board for so many pools.
+    memory: the daemon's, mapped writable. :raises LeaseBoardError: where it is no board.
     """
 
-    def __init__(self, memory: memoryview, pools: int) -> None:
-        magic, said = _HEADER.unpack_from(memory, 0)
-        if magic != _MAGIC or said != pools:
-            raise LeaseBoardError(f"no lease board for {pools} pools: magic {magic!r}, {said} pools")
+    def __init__(self, memory: memoryview) -> None:
+        magic, pools = _HEADER.unpack_from(memory, 0)
+        if magic != _MAGIC or _HEADER_BYTES + 4 * pools > memory.nbytes:
+            raise LeaseBoardError(f"no lease board in {memory.nbytes} bytes: magic {magic!r}, {pools} pools")
         entries = struct.unpack_from(f"<{pools}I", memory, _HEADER_BYTES)
         places = _places(entries)
         if places[-1] > memory.nbytes:

@@ -282,6 +282,10 @@ class _ArenaKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ArenaKind.V
     """Which page stands in which slot of the read arena of a pool, read-only; its layout is hoststage.shm.pageindex. Only for
     clients with the feature page_index.
     """
+    ARENA_KIND_BOARD: _ArenaKind.ValueType  # 5
+    """Where the session lists slots of read arenas that it reads without asking, writable by it alone; its layout is
+    hoststage.shm.leaseboard. Only for clients with the feature lease_board.
+    """
 
 class ArenaKind(_ArenaKind, metaclass=_ArenaKindEnumTypeWrapper): ...
 
@@ -295,6 +299,10 @@ ARENA_KIND_WHOLE: ArenaKind.ValueType  # 3
 ARENA_KIND_INDEX: ArenaKind.ValueType  # 4
 """Which page stands in which slot of the read arena of a pool, read-only; its layout is hoststage.shm.pageindex. Only for
 clients with the feature page_index.
+"""
+ARENA_KIND_BOARD: ArenaKind.ValueType  # 5
+"""Where the session lists slots of read arenas that it reads without asking, writable by it alone; its layout is
+hoststage.shm.leaseboard. Only for clients with the feature lease_board.
 """
 Global___ArenaKind: _TypeAlias = ArenaKind  # noqa: Y015
 
@@ -808,7 +816,7 @@ class ArenaGrant(_message.Message):
     """Unique within the daemon's life."""
     kind: Global___ArenaKind.ValueType
     pool: _builtins.int
-    """Place in the stack's list of pools; unused for WHOLE."""
+    """Place in the stack's list of pools; unused for WHOLE and BOARD."""
     slots: _builtins.int
     stride: _builtins.int
     trailing_pages: _builtins.int

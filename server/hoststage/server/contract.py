@@ -73,7 +73,7 @@ class PinFacts:
 
 @dataclass(frozen=True, slots=True)
 class ArenaFacts:
-    """One arena that a session may map. `kind` is "write", "read", "whole" or "index".
+    """One arena that a session may map. `kind` is "write", "read", "whole", "index" or "board".
 
     trailing_pages: of an index, the pages at the end of a prefix that its pool needs; 0: all of them.
     """

@@ -68,6 +68,7 @@ _ARENA = {
     "read": spb.ARENA_KIND_READ,
     "whole": spb.ARENA_KIND_WHOLE,
     "index": spb.ARENA_KIND_INDEX,
+    "board": spb.ARENA_KIND_BOARD,
 }
 _PIN = {
     "none": spb.PIN_LEVEL_NONE,
@@ -310,7 +311,7 @@ def verdict_to_proto(v: Verdict) -> pb.NegotiateResponse:
 
 
 def arena_kind_to_proto(kind: str) -> Any:
-    """Return the enum value of "write", "read", "whole" or "index"."""
+    """Return the enum value of "write", "read", "whole", "index" or "board"."""
     return _ARENA[kind]
 
 

@@ -35,7 +35,18 @@ from hoststage.v1.ops import PROTOCOL_MAX, PROTOCOL_MIN
 
 log = structlog.get_logger(__name__)
 
-FEATURES = ("lane", "inline", "imported", "data", "pins", "holds", "whole_arenas", "credits", "page_index")
+FEATURES = (
+    "lane",
+    "inline",
+    "imported",
+    "data",
+    "pins",
+    "holds",
+    "whole_arenas",
+    "credits",
+    "page_index",
+    "lease_board",
+)
 OUTBOX_BYTES = 64 << 20
 """Answers and pushes that may wait for a client to read them."""
 FLUSH_SECONDS = 30.0

@@ -116,6 +116,12 @@ class ArenaMaker:
             raise
         return made
 
+    async def make_board(self, tenant: str, rule: PoolRule, size: int) -> PoolArena:
+        """Return an arena for one session's lease board. Raises what the memory layer raises."""
+        loop = asyncio.get_running_loop()
+        arena = await loop.run_in_executor(self._executor, self._pool.acquire, tenant, size, ArenaKind.WRITE)
+        return PoolArena(next(_ids), "board", 0, 0, rule, arena)
+
     def idle_whole(self, tenant: str, size: int) -> Arena | None:
         """Return a warm arena for a client that manages it itself, None where there is none."""
         return self._pool.take_idle(tenant, size, ArenaKind.WHOLE)

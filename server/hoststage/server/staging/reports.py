@@ -33,7 +33,7 @@ def session_facts(session: Session, now: float) -> SessionFacts:
 def read_pool_facts(name: str, space: NamespaceMemory) -> list[PoolFacts]:
     """Return what is told of the read arenas of a namespace."""
     return [
-        _facts(name, arena, 0, read.size, read.table.by_state(), read.reserve)
+        _facts(name, arena, 0, read.size, read.by_state(), read.reserve)
         for arena, read in zip(space.arenas, space.core.pools, strict=True)
     ]
 

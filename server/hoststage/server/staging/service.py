@@ -31,6 +31,7 @@ from hoststage.server.memory.arena import ArenaKind, MemoryUnavailable
 from hoststage.server.memory.imports import descriptor_limit
 from hoststage.server.memory.limits import shared_bytes
 from hoststage.server.memory.pool import ArenaPool
+from hoststage.server.staging import boards
 from hoststage.server.staging.arenas import ArenaMaker, PoolArena
 from hoststage.server.staging.durable import HoldOptions
 from hoststage.server.staging.engine import Engine
@@ -152,7 +153,12 @@ class Service:
             try:
                 space = await self._namespace(request, grant, name)
                 await self._index(space, grant)
-                write = await self._write_arenas(request, grant, space.core.rules)
+                board = await self._board_arena(request, grant, space)
+                try:
+                    write = await self._write_arenas(request, grant, space.core.rules)
+                except BaseException:
+                    self._drop_arena(board)
+                    raise
                 # What was warm for it counts once from now on, as its own.
                 self.sync_idle_arenas()
             except BaseException:
@@ -161,7 +167,7 @@ class Service:
                 raise
             finally:
                 self._entering.discard(name)
-            return self._enter(session_id, request, verdict, port, space, write)
+            return self._enter(session_id, request, verdict, port, space, write, board)
 
     async def _take_grant(self, request: SessionRequest, name: str, holder: str) -> tuple[Verdict, Grant]:
         """Judge a stack and take its grant from the budget. Raises `Refusal`."""
@@ -207,8 +213,8 @@ class Service:
             # Others may reclaim the namespace while this one waits for room.
             return grant.session_bytes + (0 if name in self._namespaces else grant.namespace_bytes)
 
-        # Of each pool its write arena, and where they are new its read arena and the index of that.
-        memfds = sum(
+        # The board, of each pool its write arena, and where they are new its read arena and the index of that.
+        memfds = 1 + sum(
             (3 if name not in self._namespaces else 1)
             + self._arena_pool.memfds_of(g.stride * (g.write_slots + g.read_slots))
             for g in grant.pools
@@ -305,6 +311,22 @@ class Service:
         except MemoryUnavailable as error:
             log.warning("namespace.no_index", namespace=space.core.name[:12], problem=str(error))
 
+    async def _board_arena(self, request: SessionRequest, grant: Grant, space: NamespaceMemory) -> PoolArena | None:
+        """Return memory for a lease board, None where the session gets none. It is an extra, as the indexes are."""
+        if grant.path is not PayloadPath.SHM or space.indexes is None or not boards.can_use(request.features):
+            return None
+        if not space.core.next_boards():
+            return None
+        try:
+            return await boards.make_arena(self._maker, space.tenant, space.core.rules.pools)
+        except MemoryUnavailable as error:
+            log.warning("session.no_board", namespace=space.core.name[:12], problem=str(error))
+            return None
+
+    def _drop_arena(self, arena: PoolArena | None) -> None:
+        if arena is not None:
+            self.engine.spawn(self._maker.release([arena]))
+
     async def _write_arenas(self, request: SessionRequest, grant: Grant, rules: Rules) -> list[PoolArena]:
         slots = [g.write_slots + g.hold_slots for g in in_stack_order(request.stack, grant)]
         return await self._maker.make(request.stack.identity.tenant, ArenaKind.WRITE, rules.pools, slots)
@@ -317,6 +339,7 @@ class Service:
         port: Port,
         space: NamespaceMemory,
         write: list[PoolArena],
+        board_arena: PoolArena | None,
     ) -> Session:
         assert verdict.grant is not None
         grants = in_stack_order(request.stack, verdict.grant)
@@ -329,8 +352,15 @@ class Service:
             # Slots ahead of need are for clients that write them.
             min(request.credits, self.options.limits.max_credits) if verdict.grant.path is PayloadPath.SHM else 0,
         )
+        board = None
+        # Room may have gone since the memory was asked for.
+        if board_arena is not None and (shares := space.core.next_boards()):
+            board = boards.lay_out(board_arena, shares, len(grants))
+            core.boards.update(board.sections)
+        else:
+            self._drop_arena(board_arena)
         self.tier.open(core)
-        session = Session(self, core, request, verdict, port, write, space, self.engine.now())
+        session = Session(self, core, request, verdict, port, write, space, board, self.engine.now())
         self._sessions[session_id] = session
         self.engine.listeners[session_id] = session
         self.engine.write_arenas[session_id] = write
@@ -384,6 +414,8 @@ class Service:
     def _session_over(self, session_id: int) -> None:
         session = self._sessions.pop(session_id)
         arenas = self.engine.write_arenas.pop(session_id)
+        if session.board is not None:
+            arenas = [*arenas, session.board.arena]
         names = [h.name for h in self.ledger.holders()]
         for holder in names:
             if holder.endswith(f" session {session_id}'s client"):
@@ -451,6 +483,8 @@ class Service:
         counters["daemon_copies", ""] = self.engine.daemon_copies
         counters["single_flight_joins", ""] = sum(s.core.loads.single_flight_joins for s in self._namespaces.values())
         counters["evictions", ""] = sum(p.evictions for s in self._namespaces.values() for p in s.core.pools)
+        kept = sum(p.boards.honoured for s in self._namespaces.values() for p in s.core.pools)
+        counters["listed_kept", ""] = kept
         waiting = self.tier.drains.waiting
         problems = (f"{waiting} commits cannot be stored and are being retried",) if waiting else ()
         return TierFacts(

@@ -26,6 +26,7 @@ from hoststage.server.contract import (
     WholeLease,
 )
 from hoststage.server.staging.arenas import PoolArena
+from hoststage.server.staging.boards import SessionBoard
 from hoststage.server.staging.imported import ImportedPath
 from hoststage.server.staging.indexes import FEATURE
 from hoststage.server.staging.lookups import Lookups
@@ -57,6 +58,7 @@ class Session:
         port: Port,
         write: list[PoolArena],
         space: NamespaceMemory,
+        board: SessionBoard | None,
         opened_at: float,
     ) -> None:
         assert verdict.grant is not None
@@ -74,6 +76,7 @@ class Session:
         self._read = space.arenas
         # What only some clients can make use of: the others are not told of it.
         self._indexes = space.indexes if FEATURE in request.features else None
+        self.board = board
         self._reserving: dict[int, Reply] = {}
         # Loads whose pages the daemon itself takes out of the leased slots, and which revocations ask for them.
         self._own_loads: dict[int, OwnLoad] = {}
@@ -101,7 +104,8 @@ class Session:
     def arenas(self) -> Sequence[ArenaFacts]:
         # A pool that stays on the device has no arena, and nothing to map.
         facts = [a.facts() for a in (*self._write, *self._read) if a.arena is not None]
-        return facts + (self._indexes.facts() if self._indexes is not None else [])
+        facts += self._indexes.facts() if self._indexes is not None else []
+        return facts if self.board is None else [*facts, self.board.facts()]
 
     @property
     def pool_count(self) -> int:
@@ -134,7 +138,8 @@ class Session:
 
     def descriptors(self) -> list[ArenaDescriptor]:
         indexes = self._indexes.arenas if self._indexes is not None else []
-        return [d for a in (*self._write, *self._read, *indexes) for d in a.descriptors()]
+        boards = [self.board.arena] if self.board is not None else []
+        return [d for a in (*self._write, *self._read, *indexes, *boards) for d in a.descriptors()]
 
     # -------------------------------------------------------------- requests
 

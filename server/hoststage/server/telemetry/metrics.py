@@ -37,6 +37,11 @@ _COUNTERS = {
     "revocations": ("hoststage_revocations", "Loads that clients were asked to give up because others waited", ""),
     "arena_lease": ("hoststage_arena_leases", "Arenas leased whole by whether they were populated before", "memory"),
     "evictions": ("hoststage_evicted_pages", "Resident pages evicted", ""),
+    "listed_kept": (
+        "hoststage_listed_pages_kept",
+        "Pages that stayed in their slots because a lease board listed them",
+        "",
+    ),
 }
 _STORE_COUNTERS = (
     ("reads", "pages asked for"),
