@@ -1,4 +1,7 @@
-"""Stores pages without end: page `i` under the hash of `i`, filled with the first bytes of its key. Prints a line for each."""
+"""Stores pages without end: page `i` under the hash of `i`, filled with its key. Prints a line for each.
+
+Arguments: address, bytes of a page, and host slots (48 where not given).
+"""
 
 import hashlib
 import itertools
@@ -8,10 +11,10 @@ import numpy as np
 
 from hoststage.client import Identity, Mode, ModeWish, PayloadPath, PoolKind, PoolSpec, StackSpec, connect
 
-address, page = sys.argv[1], int(sys.argv[2])
+address, page, slots = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 48
 STACK = StackSpec(
     Identity("churn"),
-    (PoolSpec("kv", PoolKind.KV, page, 16, host_slots=48),),
+    (PoolSpec("kv", PoolKind.KV, page, 16, host_slots=slots),),
     modes=(ModeWish(Mode.CACHE, True),),
     paths=(PayloadPath.SHM,),
 )
