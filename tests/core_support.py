@@ -130,7 +130,7 @@ class NotingTier(Tier):
 
 @dataclass(slots=True)
 class World:
-    """A tier with one namespace, its store, and the bytes in all arenas."""
+    """A tier with one namespace, its store, and the bytes in all arenas. `boards`: sessions may list what they read by the indexes."""
 
     rules: Rules
     has_store: bool = True
@@ -138,6 +138,7 @@ class World:
     reserve: int = 3
     write_span: int = 2
     write_slots: int = 5
+    boards: bool = False
     limits: SessionLimits = field(
         default_factory=lambda: SessionLimits(
             max_read_leases=40, max_open_commits=4, max_credits=3, max_queued_reserves=2, load_deadline=10.0
@@ -189,7 +190,7 @@ class World:
         self.serial += 1
         write = [WritePool(self.write_slots, 1) for _ in self.rules.pools]
         core = SessionCore(self.serial, self.space, mode, write, credit)
-        if mode is Mode.CACHE:
+        if mode is Mode.CACHE and self.boards:
             core.boards.update({pool: ListedSlots(1) for pool in range(len(write))} if self._room_for_boards() else {})
         self.tier.open(core)
         client = self.clients[core.session] = Client(core)

@@ -47,7 +47,9 @@ class TierMachine(RuleBasedStateMachine):
         read: list[int],
     ) -> None:
         slots, reserve, span = sizes
-        self.world = World(STACKS[stack], has_store=has_store, read_slots=slots, reserve=reserve, write_span=span)
+        self.world = World(
+            STACKS[stack], has_store=has_store, read_slots=slots, reserve=reserve, write_span=span, boards=True
+        )
         self.pins: list[tuple[Client, int, list[bytes], list[tuple[int, int]]]] = []
         for i, mode in enumerate(modes):
             self._open(mode, i)
