@@ -154,14 +154,15 @@ def _serve_oneself(
 
 def _lease_oneself(link: Link, service: SelfService, request: LoadRequest, names: Sequence[str]) -> Loaded | None:
     """Lease resident pages without asking the daemon; None where it must be asked."""
-    own = service.lease(request.run, request.prefix)
-    if own is None:
+    leased = service.lease(request.run, request.prefix)
+    if leased is None:
         return None
+    own, pages = leased
     if link.lost is not None:
         # The daemon is gone, and with it the promise that it looks at our board.
         own.release()
         raise SessionLost(str(link.lost))
-    loaded = Loaded.listed(names, request.prefix, link, own)
+    loaded = Loaded.listed(names, request.prefix, link, own, pages)
     pin = request.pin_for(link)
     if pin:
         link.post(ops.Release((), (pin,)))

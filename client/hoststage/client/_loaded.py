@@ -13,7 +13,7 @@ from hoststage.client._inline import InlineLoaded, InlineLoading
 from hoststage.client._link import Link
 from hoststage.client._loadop import Extent, LoadOp
 from hoststage.client._pages import PageRows, ScatteredPages
-from hoststage.client._selfserve import OwnLease
+from hoststage.client._selfserve import OwnLease, OwnPages
 from hoststage.client.errors import SessionLost, StackError
 from hoststage.v1 import ops
 from hoststage.v1.imported import ImportedLoadReply
@@ -90,7 +90,7 @@ class Loaded:
         self._link: Link | None = None
         self._first: dict[str, int] = {}
         self._pages: dict[str, list[memoryview]] = {}
-        self._places: dict[str, tuple[Arena, U32]] = {}
+        self._places: dict[str, tuple[Arena, U32 | Sequence[int]]] = {}
         self._released = False
 
     @classmethod
@@ -107,13 +107,14 @@ class Loaded:
         return loaded
 
     @classmethod
-    def listed(cls, names: Sequence[str], prefix: int, link: Link, own: OwnLease) -> Loaded:
+    def listed(cls, names: Sequence[str], prefix: int, link: Link, own: OwnLease, pages: Sequence[OwnPages]) -> Loaded:
         """Hand out pages that are leased without the daemon's help."""
         loaded = cls(names, prefix, Outcome.READY)
         loaded._own, loaded._link = own, link
-        for pool, first, pages in own.views():
-            loaded._first[names[pool]] = first
-            loaded._pages[names[pool]] = pages
+        for each in pages:
+            name = names[each.pool]
+            loaded._first[name], loaded._pages[name] = each.first, each.views
+            loaded._places[name] = (each.arena, each.slots)
         return loaded
 
     @classmethod
@@ -170,22 +171,14 @@ class Loaded:
         """
         if self._released:
             raise ValueError("the pages were released: the daemon may have put others in their place")
-        arena, slots = self._place(pool)
+        if pool not in self._places:
+            raise StackError("pool", pool, f"name one of {sorted(self._places)}, whose pages came over shm")
+        arena, slots = self._places[pool]
         rows = PageRows(into, pool, arena.page_bytes, writable=True)
         if rows.count < len(slots):
             raise StackError(f"into[{pool!r}]", f"{rows.count} rows", f"{len(slots)} pages were loaded")
-        rows.from_arena(0, arena, slots, pieces)
+        rows.from_arena(0, arena, np.asarray(slots, dtype=np.uint32), pieces)
         self.check()
-
-    def _place(self, pool: str) -> tuple[Arena, U32]:
-        """Return the arena and the slots of a pool's pages. Raises `StackError` where they are not over shm."""
-        if self._own is not None:
-            for place, _, slots in self._own.pages:
-                if self._names[place.place] == pool:
-                    return place.pages, np.asarray(slots, dtype=np.uint32)
-        if pool not in self._places:
-            raise StackError("pool", pool, f"name one of {sorted(self._places)}, whose pages came over shm")
-        return self._places[pool]
 
     def check(self) -> None:
         """Raise `SessionLost` where the connection that leased the pages is lost: what was copied since cannot be relied on."""

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -56,24 +57,25 @@ class _Pool:
         return max(0, prefix - self.trailing) if self.trailing else 0
 
 
+class OwnPages(NamedTuple):
+    """Pages of one pool that are leased without the daemon's help: the pool's place, that of the first page in the prefix, and where they lie."""
+
+    pool: int
+    first: int
+    arena: Arena
+    slots: Sequence[int]
+    views: list[memoryview]
+
+
 class OwnLease:
-    """Pages that are leased because the session's board lists them. `pages`: pool, place of its first page in the prefix, and where they lie."""
+    """A lease that stands because the session's board lists the pages; it ends with `release`, or when it is dropped."""
 
-    __slots__ = ("_board", "_listing", "pages")
+    __slots__ = ("_board", "_listing")
 
-    def __init__(self, board: LeaseBoard, listing: Listing, pages: Sequence[tuple[_Pool, int, Sequence[int]]]) -> None:
+    def __init__(self, board: LeaseBoard, listing: Listing) -> None:
         self._board = board
         # Taken out once, whoever releases first: an entry that is given back twice would be two leases' own.
         self._listing = [listing]
-        self.pages = pages
-
-    def views(self) -> list[tuple[int, int, list[memoryview]]]:
-        """Return, per pool, its place, that of its first page, and the pages."""
-        out = []
-        for pool, first, slots in self.pages:
-            whole, stride, size = pool.whole, pool.pages.stride, pool.pages.page_bytes
-            out.append((pool.place, first, [whole[slot * stride : slot * stride + size] for slot in slots]))
-        return out
 
     def release(self) -> None:
         """Take the pages off the board; safe to repeat."""
@@ -146,7 +148,7 @@ class SelfService:
         self._note(found)
         return {pool.place: pool.first(prefix) for pool, _ in found}
 
-    def lease(self, run: KeyRun, prefix: int) -> OwnLease | None:
+    def lease(self, run: KeyRun, prefix: int) -> tuple[OwnLease, list[OwnPages]] | None:
         """Lease the pages that a prefix needs, to be looked at where they lie.
 
         None where a page is not resident, or the board has no room for all of them.
@@ -155,25 +157,27 @@ class SelfService:
         if board is None or not pools:
             return None
         found: list[tuple[_Pool, Found]] = []
-        pages: list[tuple[_Pool, int, Sequence[int]]] = []
+        pages: list[OwnPages] = []
         for pool in pools:
-            first = pool.first(prefix)
+            first, arena, whole = pool.first(prefix), pool.pages, pool.whole
             there = pool.index.find(run.cut(first, prefix), run.key_bytes)
             if there is None:
                 return None
-            slots = there[0]
+            slots = there[0] if isinstance(there[0], list) else there[0].tolist()
+            stride, size = arena.stride, arena.page_bytes
+            views = [whole[slot * stride : slot * stride + size] for slot in slots]
             found.append((pool, there))
-            pages.append((pool, first, slots if isinstance(slots, list) else slots.tolist()))
-        listing = board.enlist([(pool.place, slots) for pool, _, slots in pages])
+            pages.append(OwnPages(pool.place, first, arena, slots, views))
+        listing = board.enlist([(each.pool, each.slots) for each in pages])
         if listing is None:
             return None
-        lease = OwnLease(board, listing, pages)
+        lease = OwnLease(board, listing)
         # The index was looked at before: what has left since then may have been overwritten without a look at our board.
         if not all(pool.index.stands(there) for pool, there in found):
             lease.release()
             return None
         self._note(found)
-        return lease
+        return lease, pages
 
     def flush(self) -> None:
         """Take off the board what was dropped without a release."""
