@@ -179,6 +179,11 @@ class SelfService:
         self._note(found)
         return lease, pages
 
+    @property
+    def board_pages(self) -> int:
+        """Pages of every pool that can be leased at once; 0 where there is no board."""
+        return min((n for n in self._board.entries if n), default=0) if self._board is not None else 0
+
     def flush(self) -> None:
         """Take off the board what was dropped without a release."""
         if self._board is not None:

@@ -173,6 +173,12 @@ class Session:
         return self._core.link.registration or cuda.Registration(reason="not available: no memory is mapped")
 
     @property
+    def board_pages(self) -> int:
+        """Pages of every pool whose views can be leased at once without a request, where they are resident; 0: each load of views asks the daemon."""
+        service = self._core.link.self_service
+        return service.board_pages if service is not None else 0
+
+    @property
     def retained_bytes(self) -> int:
         """Bytes of former arenas that views of this process still hold; the daemon counts them against its budget."""
         return self._core.retained_bytes

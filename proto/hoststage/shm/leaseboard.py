@@ -89,7 +89,7 @@ class LeaseBoard:
         self._words = [memory[at : at + 4 + 4 * n].cast("I") for at, n in zip(places, entries, strict=False)]
         # The lowest go out first, so that the daemon has few to look at.
         self._free = [list(range(n, 0, -1)) for n in entries]
-        self._entries = entries
+        self.entries: tuple[int, ...] = entries
         self._lock = threading.Lock()
         self._dropped: deque[Listing] = deque()
 
@@ -146,7 +146,7 @@ class LeaseBoard:
             for at in taken:
                 words[at] = 0
             free.extend(taken)
-            if len(free) == self._entries[pool]:
+            if len(free) == self.entries[pool]:
                 words[0] = 0
                 if free[-1] != 1:
                     free.sort(reverse=True)

@@ -174,17 +174,21 @@ def _flat_over_batches(rig: Rig) -> None:
     case, rounds, calls = "flatness", rig.settings.pick(3, 7), rig.settings.pick(8, 20)
     batches = rig.settings.batches or ((1, 8, 32, 128) if rig.settings.quick else (1, 2, 4, 8, 16, 32, 64, 128))
     costs: dict[str, list[float]] = {"load": [], "views": [], "lookup": []}
+    alone = 0
     with rig.daemon("none") as node:
         for batch in batches:
             shape = rig.shape(page_bytes=64 << 10, batch=batch, mode="cache", store="none")
             # The same memory for every batch: larger ones must not gain or lose by the caches.
             with rig.client(node, shape, write=128, read=640) as client:
                 client.spread(128)
+                alone += batch <= client.session.board_pages
                 _growing(rig, case, client, shape, costs, rounds, calls, "batch")
     for operation, found in costs.items():
-        rig.add(
-            at_most(case, f"rise of cost a page, {operation}, batch {batches[0]} to {batches[-1]}", rise(found), 1.2)
-        )
+        # Views of a few pages are leased without a request, those of more with one: each way must be flat.
+        for first, last in [(0, alone), (alone, len(batches))] if operation == "views" else [(0, len(batches))]:
+            if first < last:
+                label = f"rise of cost a page, {operation}, batch {batches[first]} to {batches[last - 1]}"
+                rig.add(at_most(case, label, rise(found[first:last]), 1.2))
 
 
 def _growing(
