@@ -73,6 +73,21 @@ def test_a_listed_page_that_is_replaced_or_dropped_lingers_until_it_is_listed_no
     pool.check()
 
 
+def test_a_page_that_lingers_is_freed_once_whoever_asks_for_it() -> None:
+    pool, _ = pool_of(5)
+    board = ListedSlots(1)
+    pool.add_board(board)
+    slots = publish(pool, "a")
+    board.listed.append(int(slots[0]))
+    pool.drop([key("a")])
+    board.listed.clear()
+    pool.settle(slots)
+    pool.check()
+    pool.sweep()
+    assert pool.table.free == 5
+    pool.check()
+
+
 def test_what_lingers_is_freed_for_whoever_needs_room() -> None:
     pool, _ = pool_of(5)
     board = ListedSlots(1)

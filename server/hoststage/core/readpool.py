@@ -195,6 +195,8 @@ class ReadPool:
     def _let_go(self, slots: list[int]) -> None:
         """Take pages out of the index, where they are still there, and free their slots: at once, or when no board lists them any more."""
         if self.boards and slots:
+            # Those that linger already are left to the next look.
+            slots = [s for s in slots if s not in self.boards.lingering]
             for slot in slots:
                 self._unindex(slot)
             if listed := self.boards.listed(slots, self.mirror):
