@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hoststage.cli.sglang_rules import BACKEND_FLAGS, LINKER_FLAGS
 from hoststage.models import preset_names
 
 ROOT = Path(__file__).parent.parent.parent
@@ -120,6 +121,22 @@ def test_host_pool_retraction_of_a_window_model_is_granted_on_opt_in() -> None:
     assert status == 0
     assert data["retraction"] == "host_pool"
     assert data["pools"][0]["hold_slots"] == 65  # one window of 4096 / 64 pages, begun anywhere in a page
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (f"{LINKER_FLAGS} --disaggregation-decode-enable-radix-cache", False),
+        (f"{BACKEND_FLAGS} --disaggregation-decode-enable-offload-kvcache", False),
+        ("--enable-unified-cache-external-linker --disaggregation-decode-enable-radix-cache", True),
+        ("", True),
+    ],
+    ids=["hoststage's linker", "hoststage's backend", "another linker", "neither"],
+)
+def test_a_decode_launch_is_told_the_way_unless_it_takes_it(flags: str, told: bool) -> None:
+    _, data = check(f"--preset llama-3.1-8b -- {LAUNCH} --page-size 64 --disaggregation-mode decode {flags}")
+    assert not refused(data)
+    assert ("DECODE_ROLE" in [f["rule"] for f in data["findings"]]) is told
 
 
 def test_a_refusal_of_the_engine_alone_is_told_from_hoststages() -> None:

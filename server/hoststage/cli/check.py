@@ -94,7 +94,8 @@ def check(
     except NegotiateError as error:
         typer.echo(f"NegotiateError: {error.target}: {error.problem}.\n  {error.remedy}.", err=True)
         raise typer.Exit(opt.UNUSABLE) from error
-    findings = (*subject.engine, *verdict.findings, *subject.notes, *notes)
+    said = (f for f in verdict.findings if f.rule not in subject.settled)
+    findings = (*subject.engine, *said, *subject.notes, *notes)
     granted = verdict.mode is not None and not subject.engine_refuses
     if as_json:
         typer.echo(json.dumps(as_mapping(subject, verdict, findings, granted=granted), indent=2))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hoststage.cli.launch_settings import asked_modes, asked_slots, host_pools, launch_settings, slots_note
 from hoststage.cli.sglang_args import CommandLineError, SglangFlags, json_object, read_command
-from hoststage.cli.sglang_rules import engine_findings
+from hoststage.cli.sglang_rules import engine_findings, settled_rules
 from hoststage.cli.sglang_settings import engine_settings, inferred_retraction, wishes
 from hoststage.core.findings import BudgetHolder, Finding, Severity
 from hoststage.core.stack import KvLayout, Mode, ModeWish, Stack
@@ -71,7 +71,7 @@ class Subject:
 
     stacks: one for each process on one node. shards: the distinct stacks, one for each pipeline stage, with their
     arithmetic where the model was described. engine: what SGLang's own rules say. notes: assumptions.
-    holders: what the processes of one engine take of the daemon's budget beside its arenas.
+    settled: fences whose advice the launch follows already. holders: what the processes of one engine take of the daemon's budget beside its arenas.
     """
 
     title: str
@@ -79,6 +79,7 @@ class Subject:
     shards: tuple[tuple[Stack, tuple[PoolDescription, ...]], ...]
     engine: tuple[Finding, ...]
     notes: tuple[Finding, ...]
+    settled: frozenset[str] = frozenset()
     holders: tuple[BudgetHolder, ...] = ()
 
     @property
@@ -177,6 +178,7 @@ def _subject(
         shards=shards,
         engine=tuple(engine),
         notes=tuple(assumed(note) for note in notes),
+        settled=settled_rules(flags),
         holders=holders,
     )
 
@@ -222,6 +224,7 @@ def _from_stack(
         shards=((stack, ()),),
         engine=engine,
         notes=(),
+        settled=settled_rules(flags),
     )
 
 

@@ -46,6 +46,13 @@ def builds_no_host_tier(findings: Iterable[Finding]) -> bool:
     return any(f.rule == f"{PREFIX}{NO_HOST_TIER}" for f in findings)
 
 
+def settled_rules(flags: SglangFlags) -> frozenset[str]:
+    """Return hoststage's rules whose advice the flags follow already, so that a notice of them would tell nothing."""
+    linked = flags.enable_unified_cache_external_linker and flags.unified_cache_external_linker_backend == "dynamic"
+    offloads = flags.disaggregation_decode_enable_offload_kvcache and flags.hicache_storage_backend == "dynamic"
+    return frozenset({"DECODE_ROLE"} if flags.decode and (linked or offloads) else ())
+
+
 def engine_findings(flags: SglangFlags, stack: Stack) -> tuple[Finding, ...]:
     """Return what SGLang refuses, changes or ignores for `flags` on the stack of one rank."""
     return tuple(finding for check in CHECKS for finding in check(flags, stack))
