@@ -380,11 +380,17 @@ def churn(daemon):
 
 
 def test_a_page_is_never_overwritten_under_a_view(daemon, churn):
-    """One process evicts all the time; two hold views of what is about to go, and compare every byte before they let go."""
+    """One process evicts all the time; two hold views of what is about to go, and compare every byte before they let go; others die at it."""
     eventually(lambda: churn.head > SLOTS, 60)
     viewers = [churn.view(), churn.view()]
-    start = churn.head
-    eventually(lambda: churn.head > start + 6 * SLOTS or any(v.poll() is not None for v in viewers), 90)
+    for _ in range(4):
+        start = churn.head
+        mortal = churn.view()
+        eventually(lambda start=start: churn.head > start + 2 * SLOTS or any(v.poll() is not None for v in viewers), 90)
+        assert mortal.poll() is None, "a view was overwritten"
+        churn.viewers.remove(mortal)
+        mortal.kill()
+        mortal.wait(10)
     for viewer in viewers:
         assert viewer.poll() is None, "a view was overwritten"
         churn.viewers.remove(viewer)
@@ -394,6 +400,14 @@ def test_a_page_is_never_overwritten_under_a_view(daemon, churn):
         assert own > 50, (looked, own)
     kept = re.search(r"hoststage_listed_pages_kept_total ([0-9.e+]+)", daemon.get("/metrics"))
     assert float(kept.group(1)) > 0
+    churn.writer.kill()
+    churn.writer.wait(10)
+
+    def all_free():
+        operate(daemon, "Evict")
+        return slots_in(daemon, "free") == next(p for p in daemon.status()["pools"] if p["kind"] == "read")["slots"]
+
+    eventually(all_free)
 
 
 def test_what_a_killed_process_listed_is_free_again(daemon, churn):

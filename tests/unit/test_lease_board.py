@@ -15,7 +15,7 @@ from hoststage.shm import libc
 from hoststage.shm.fence import full_fence, full_fence_known
 from hoststage.shm.leaseboard import BoardSection, LeaseBoard, LeaseBoardError, board_bytes, make_board
 
-ENTRIES = (5, 3)
+ENTRIES = (14, 10)
 
 
 def made(entries: tuple[int, ...] = ENTRIES) -> tuple[list[BoardSection], LeaseBoard]:
@@ -29,7 +29,7 @@ def listed(section: BoardSection) -> list[int]:
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.lists(st.integers(0, 99), min_size=1, max_size=4))))
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.lists(st.integers(0, 99), min_size=1, max_size=11))))
 def test_the_daemon_sees_what_is_listed_and_nothing_else(steps):
     sections, board = made()
     open_listings: list[tuple[object, dict[int, list[int]]]] = []

@@ -93,7 +93,7 @@ def start_load(link: Link, request: LoadRequest, deadline: Deadline) -> LoadOp:
 
 def load(core: Core, request: LoadRequest, into: Mapping[str, Rows] | None, deadline: Deadline) -> Loaded:
     """Load a prefix; see `Session.load`."""
-    targets = _targets(core, into)
+    targets = _targets(core, into) if into is not None else {}
     link = core.ready(deadline)
     names = [pool.name for pool in core.options.stack.pools]
     if not link.maps:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from hoststage.client._arenas import Arena, Arenas
 from hoststage.client._pages import KeyRun, PageRows
 from hoststage.client.errors import SessionLost
 from hoststage.shm.fence import full_fence_known
-from hoststage.shm.leaseboard import LeaseBoard, Listing
+from hoststage.shm.leaseboard import LeaseBoard, Listing, Slots
 from hoststage.shm.pageindex import Found, PageIndex
 from hoststage.v1 import hoststage_pb2 as pb
 
@@ -63,7 +63,7 @@ class OwnPages(NamedTuple):
     pool: int
     first: int
     arena: Arena
-    slots: Sequence[int]
+    slots: Slots
     views: list[memoryview]
 
 
@@ -163,19 +163,20 @@ class SelfService:
             there = pool.index.find(run.cut(first, prefix), run.key_bytes)
             if there is None:
                 return None
-            slots = there[0] if isinstance(there[0], list) else there[0].tolist()
-            stride, size = arena.stride, arena.page_bytes
-            views = [whole[slot * stride : slot * stride + size] for slot in slots]
+            starts = [slot * arena.stride for slot in (there[0] if isinstance(there[0], list) else there[0].tolist())]
+            size = arena.page_bytes
+            views = [whole[start : start + size] for start in starts]
             found.append((pool, there))
-            pages.append(OwnPages(pool.place, first, arena, slots, views))
+            pages.append(OwnPages(pool.place, first, arena, there[0], views))
         listing = board.enlist([(each.pool, each.slots) for each in pages])
         if listing is None:
             return None
         lease = OwnLease(board, listing)
         # The index was looked at before: what has left since then may have been overwritten without a look at our board.
-        if not all(pool.index.stands(there) for pool, there in found):
-            lease.release()
-            return None
+        for pool, there in found:
+            if not pool.index.stands(there):
+                lease.release()
+                return None
         self._note(found)
         return lease, pages
 

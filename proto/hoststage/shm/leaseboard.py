@@ -15,12 +15,19 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from hoststage.shm.fence import fence, full_fence
 
 _HEADER = struct.Struct("<8sI")
 _HEADER_BYTES = 64
 _MAGIC = b"hsboard1"
 
+_FEW = 8
+"""So many entries are written one by one: numpy's fixed cost a call is larger than that."""
+
+Slots = Sequence[int] | npt.NDArray[np.int64]
 Listing = tuple[tuple[int, Sequence[int]], ...]
 """For each pool that has any, its place, and which of its entries are in use."""
 
@@ -87,13 +94,14 @@ class LeaseBoard:
         if places[-1] > memory.nbytes:
             raise LeaseBoardError(f"a board with {entries} entries does not fit {memory.nbytes} bytes")
         self._words = [memory[at : at + 4 + 4 * n].cast("I") for at, n in zip(places, entries, strict=False)]
+        self._cells = [np.frombuffer(words, dtype=np.uint32) for words in self._words]
         # The lowest go out first, so that the daemon has few to look at.
         self._free = [list(range(n, 0, -1)) for n in entries]
         self.entries: tuple[int, ...] = entries
         self._lock = threading.Lock()
         self._dropped: deque[Listing] = deque()
 
-    def enlist(self, wanted: Sequence[tuple[int, Sequence[int]]]) -> Listing | None:
+    def enlist(self, wanted: Sequence[tuple[int, Slots]]) -> Listing | None:
         """List slots of some pools, and have them seen before anything that is read next; None where there is no room for all.
 
         wanted: place of each pool, and slots of it, one at least.
@@ -101,18 +109,24 @@ class LeaseBoard:
         with self._lock:
             if self._dropped:
                 self._clear_dropped()
-            if not self._words or any(len(slots) > len(self._free[pool]) for pool, slots in wanted):
+            if not self._words:
                 return None
+            for pool, slots in wanted:
+                if len(slots) > len(self._free[pool]):
+                    return None
             listing = tuple([(pool, self._take(pool, slots)) for pool, slots in wanted])
         full_fence()
         return listing
 
-    def _take(self, pool: int, slots: Sequence[int]) -> Sequence[int]:
+    def _take(self, pool: int, slots: Slots) -> Sequence[int]:
         words, free = self._words[pool], self._free[pool]
         taken = free[-len(slots) :]
         del free[-len(slots) :]
-        for at, slot in zip(taken, slots, strict=True):
-            words[at] = slot + 1
+        if len(taken) > _FEW:
+            self._cells[pool][taken] = np.asarray(slots) + 1
+        else:
+            for at, slot in zip(taken, slots, strict=True):
+                words[at] = slot + 1
         words[0] = max(words[0], *taken)
         return taken
 
@@ -143,8 +157,11 @@ class LeaseBoard:
             return
         for pool, taken in listing:
             words, free = self._words[pool], self._free[pool]
-            for at in taken:
-                words[at] = 0
+            if len(taken) > _FEW:
+                self._cells[pool][taken] = 0
+            else:
+                for at in taken:
+                    words[at] = 0
             free.extend(taken)
             if len(free) == self.entries[pool]:
                 words[0] = 0
@@ -154,9 +171,9 @@ class LeaseBoard:
     def close(self) -> None:
         """Let the memory go, so that it can be unmapped. What is listed stays so, until the daemon ends the session."""
         with self._lock:
-            self._words = []
+            self._words, self._cells = [], []
 
     def disown(self) -> None:
         """In a forked child, which has no such memory, and whose copy of the lock may be held for ever."""
         self._lock = threading.Lock()
-        self._words = []
+        self._words, self._cells = [], []
