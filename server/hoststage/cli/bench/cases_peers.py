@@ -17,6 +17,8 @@ from hoststage.shm.copy import MOST_THREADS
 SHAPES = ((1 * MIB, 1, 2.5), (4 * MIB, 1, 1.5), (1 * MIB, 32, 1.5), (4 * MIB, 16, 1.5))
 """Bytes of a page, pages of a call, and how many times faster than the best peer the product must be."""
 VIEWS_FACTOR = 5.0
+_LEAST_READ = 64
+"""Slots of the smallest read arena in which a session leases views without a request; served ones have thousands."""
 _IN_PLACE = "slots and commit alone: the pages are written where they are staged, as Mooncake's worker over shared memory has its own"
 THREADS = min(MOST_THREADS, os.cpu_count() or 1)
 """Threads that share a large copy of the product's client. Peers are left as they come."""
@@ -62,7 +64,9 @@ def _beside(rig: Rig, case: str, shape: Shape, bound: float, found: list[Peer]) 
     with (
         rig.daemon(shape.store, budget=2 << 30) as node,
         # Room for three runs beside the one that is being published: what is loaded stays resident.
-        rig.client(node, shape, write=2 * shape.batch, read=6 * shape.batch, copy_threads=THREADS) as client,
+        rig.client(
+            node, shape, write=2 * shape.batch, read=max(6 * shape.batch, _LEAST_READ), copy_threads=THREADS
+        ) as client,
     ):
         runs = cycle(client.fill(2))
         ours: dict[str, Call] = {"load": lambda: client.load(runs()), "views": lambda: client.views(runs())}
