@@ -59,7 +59,8 @@ with connect(address, stack=STACK, timeout=20) as session:
             over.wait()
         # Most of them old: the next to be evicted.
         i = head[0] - (random.randrange(8) if hold else int(readable * random.random() ** 0.25))
-        loaded = session.load([key_of(i)]) if i >= 0 else None
+        wanted = i >= 0 and not (hold and i in dict(held))
+        loaded = session.load([key_of(i)]) if wanted else None
         if not loaded:
             continue
         held.append((i, loaded))

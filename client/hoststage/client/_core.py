@@ -56,6 +56,7 @@ class Core:
 
     def __init__(self, options: Options, on_push: Callable[[Message], None] | None = None) -> None:
         self.options = options
+        self.names = tuple(pool.name for pool in options.stack.pools)
         self.draining = False
         self._forks = _forks
         self._closed = False
@@ -100,6 +101,12 @@ class Core:
     def call(self, message: Request, kind: type[_M], deadline: Deadline) -> _M:
         """Send a request and return its answer."""
         return self.ready(deadline).call(message, kind, deadline)
+
+    def open_link(self) -> Link | None:
+        """Return the open connection, None where it was lost; see `ready`."""
+        self._check()
+        link = self._link
+        return link if link.lost is None else None
 
     @property
     def link(self) -> Link:

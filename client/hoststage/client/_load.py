@@ -95,14 +95,11 @@ def load(core: Core, request: LoadRequest, into: Mapping[str, Rows] | None, dead
     """Load a prefix; see `Session.load`."""
     targets = _targets(core, into) if into is not None else {}
     link = core.ready(deadline)
-    names = [pool.name for pool in core.options.stack.pools]
+    names = core.names
     if not link.maps:
         return _load_inline(core, link, request, targets, deadline, names)
-    if link.self_service is not None and not request.ranges:
-        if into is None:
-            loaded = _lease_oneself(link, link.self_service, request, names)
-        else:
-            loaded = _serve_oneself(link, link.self_service, request, targets, names)
+    if into is not None and not request.ranges and link.self_service is not None:
+        loaded = _serve_oneself(link, link.self_service, request, targets, names)
         if loaded is not None:
             return loaded
     op = start_load(link, request, deadline)
@@ -152,9 +149,15 @@ def _serve_oneself(
     return Loaded.copied(names, request.prefix, first)
 
 
-def _lease_oneself(link: Link, service: SelfService, request: LoadRequest, names: Sequence[str]) -> Loaded | None:
-    """Lease resident pages without asking the daemon; None where it must be asked."""
-    leased = service.lease(request.run, request.prefix)
+def lease_views(core: Core, keys: Keys, prefix: int | None, pin: int | Match) -> Loaded | None:
+    """Lease resident pages without asking the daemon; None where it must be asked, or there is something wrong with the arguments."""
+    link = core.open_link()
+    service = link.self_service if link is not None else None
+    if link is None or service is None or not service.board_pages:
+        return None
+    run = pack_keys(keys)
+    n = len(run) if prefix is None else prefix
+    leased = service.lease(run, n) if 1 <= n <= len(run) else None
     if leased is None:
         return None
     own, pages = leased
@@ -162,10 +165,10 @@ def _lease_oneself(link: Link, service: SelfService, request: LoadRequest, names
         # The daemon is gone, and with it the promise that it looks at our board.
         own.release()
         raise SessionLost(str(link.lost))
-    loaded = Loaded.listed(names, request.prefix, link, own, pages)
-    pin = request.pin_for(link)
-    if pin:
-        link.post(ops.Release((), (pin,)))
+    loaded = Loaded.listed(core.names, n, link, own, pages)
+    known = pin.pin_for(link) if isinstance(pin, Match) else pin
+    if known:
+        link.post(ops.Release((), (known,)))
     return loaded
 
 
@@ -217,15 +220,6 @@ def _load_inline(
     if targets:
         loaded.release()
     return loaded
-
-
-def load_stream(link: Link, request: LoadRequest, names: Sequence[str], deadline: Deadline) -> LoadStream:
-    """Begin a load whose groups are handed over as they arrive; see `Session.load_groups`."""
-    if link.self_service is not None and not request.ranges:
-        loaded = _lease_oneself(link, link.self_service, request, names)
-        if loaded is not None:
-            return LoadStream(loaded, names, deadline)
-    return LoadStream(start_load(link, request, deadline), names, deadline)
 
 
 class LoadStream:

@@ -11,7 +11,6 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -79,8 +78,11 @@ class OwnLease:
 
     def release(self) -> None:
         """Take the pages off the board; safe to repeat."""
-        with suppress(IndexError):
-            self._board.clear(self._listing.pop())
+        try:
+            listing = self._listing.pop()
+        except IndexError:
+            return
+        self._board.clear(listing)
 
     def __del__(self) -> None:
         # A finalizer may run in the middle of anything, a method of the board's included.
@@ -103,8 +105,11 @@ class SelfService:
             for place, index in sorted(arenas.index.items())
         )
         self._board: LeaseBoard | None = None
+        self.board_pages = 0
+        """Pages of every pool that can be leased at once; 0 where there is no board."""
         if arenas.board is not None and full_fence_known():
             self._board = LeaseBoard(arenas.board.whole())
+            self.board_pages = min((n for n in self._board.entries if n), default=0)
             _boards.add(self._board)
         self._lock = threading.Lock()
         self._lookups = self._loads = 0
@@ -179,11 +184,6 @@ class SelfService:
                 return None
         self._note(found)
         return lease, pages
-
-    @property
-    def board_pages(self) -> int:
-        """Pages of every pool that can be leased at once; 0 where there is no board."""
-        return min((n for n in self._board.entries if n), default=0) if self._board is not None else 0
 
     def flush(self) -> None:
         """Take off the board what was dropped without a release."""

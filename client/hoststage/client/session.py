@@ -280,6 +280,10 @@ class Session:
         :raises StackError: for keys or memory out of form. :raises DeadlineExceeded: where the pages do not come in time; nothing stays leased.
         :raises SessionLost, DaemonUnavailable: where the daemon is away. :raises QuotaExceeded, RequestRejected: what it takes exception to.
         """
+        if into is None and not ranges:
+            leased = _load.lease_views(self._core, keys, prefix, pin)
+            if leased is not None:
+                return leased
         request = _load.load_request(self._core, keys, prefix, pin, ranges, accept_shorter)
         deadline = self._core.deadline(timeout)
         if into and _imported.given(into):
@@ -297,13 +301,16 @@ class Session:
         timeout: float | None = None,
     ) -> LoadStream:
         """Load like `load`, but hand pages over group by group as they arrive, in the order of the prefix. shm alone."""
-        request = _load.load_request(self._core, keys, prefix, pin, ranges, accept_shorter)
         deadline = self._core.deadline(timeout)
+        if not ranges:
+            leased = _load.lease_views(self._core, keys, prefix, pin)
+            if leased is not None:
+                return LoadStream(leased, self._core.names, deadline)
+        request = _load.load_request(self._core, keys, prefix, pin, ranges, accept_shorter)
         link = self._core.ready(deadline)
         if not link.maps:
             raise StackError("path", link.grant.path.value, "groups come over shm alone; use load()")
-        names = [pool.name for pool in self.stack.pools]
-        return _load.load_stream(link, request, names, deadline)
+        return LoadStream(_load.start_load(link, request, deadline), self._core.names, deadline)
 
     def release(self, loads: Iterable[Loaded]) -> None:
         """Give the leases of several loads up."""
