@@ -45,9 +45,12 @@ MODEL = ROOT / "tests" / "fixtures" / "models" / "llama-3.1-8b"
 KINDS = ("mha", "mla", "dsa", "swa", "mamba", "mamba_mla", "mamba_swa", "dsv4_swa")
 
 
-def linker_flags(address: str, **section: Any) -> dict[str, Any]:
+def linker_flags(address: str, kind: str, **section: Any) -> dict[str, Any]:
     """Return the flags that turn the linker on."""
-    slots = {"kv": 64, "swa": 64, "mamba": 32, "indexer": 64, "deepseek_v4_c4": 64}
+    names = {"dsa": ("kv", "indexer"), "dsv4_swa": ("deepseek_v4_c4", "swa")}.get(
+        kind, ("kv", *(name for name in ("swa", "mamba") if name in kind))
+    )
+    slots = {name: 32 if name == "mamba" else 64 for name in names}
     hoststage = {"address": address, "load_timeout": 5.0, "store_timeout": 10.0, "slots": slots, **section}
     return {
         "enable_unified_cache_external_linker": True,
@@ -182,7 +185,7 @@ class LinkedEngine:
             page_size=page_of(kind),
             tp_size=tp[1],
             skip_tokenizer_init=True,
-            **linker_flags(address, **section),
+            **linker_flags(address, kind, **section),
         )
         ranks = runtime_context.SpawnRanks(world_rank=tp[0], gpu_id=0)
         self.context = runtime_context.use_context(runtime_context.create_context(args, role="scheduler", ranks=ranks))

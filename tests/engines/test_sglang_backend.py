@@ -245,6 +245,14 @@ def test_block_groups_never_gate_the_prefix(node: Daemon) -> None:
     backend.close()
 
 
+@pytest.mark.parametrize("name", ["swa", "draft", "deepseek_v4_c4_rope"])
+def test_slots_of_a_pool_that_is_not_there_or_is_part_of_another_stop_the_launch(node: Daemon, name: str) -> None:
+    pools = {PoolName(other): sg.mha("page_first") for other in ("deepseek_v4_c4", "deepseek_v4_c4_rope")}
+    with pytest.raises(StackError, match=r"name one of kv, deepseek_v4_c4$") as refused:
+        sg.open_backend(node.address, sg.mha("page_first"), pools, section={"slots": {"kv": 8, name: 8}})
+    assert (refused.value.field, refused.value.value) == ("hoststage.slots", name)
+
+
 def test_a_batch_larger_than_the_staging_comes_in_parts(node: Daemon) -> None:
     pool = sg.mha("layer_first", pages=300)
     sg.fill(pool, 13)

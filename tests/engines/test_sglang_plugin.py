@@ -203,6 +203,14 @@ def test_settings_that_mean_nothing_stop_the_launch(node: Daemon) -> None:
         _args(_extra(node.address, requird=True)).resolve_once()
 
 
+def test_slots_of_a_pool_that_the_model_lacks_stop_the_launch_before_anything_is_loaded(node: Daemon) -> None:
+    with pytest.raises(StackError, match=r"hoststage\.slots is 'swa': name one of kv$"):
+        _args(_extra(node.address, slots={"swa": 64})).resolve_once()
+    with pytest.raises(StackError, match=r"hoststage\.slots is 'swa': name one of kv$"):
+        _linked(node.address, slots={"swa": 64}).resolve_once()
+    _args(_extra(node.address, slots={"kv": 64})).resolve_once()
+
+
 @pytest.mark.parametrize("ending", ["json", "toml", "yaml"])
 def test_the_extra_configuration_may_be_a_file(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"extra.{ending}"

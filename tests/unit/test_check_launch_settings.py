@@ -17,6 +17,7 @@ from hoststage.cli.sglang_args import CommandLineError
 from hoststage.client import StackError
 from hoststage.client.engines.sglang.settings import Settings
 from hoststage.core.stack import Mode
+from hoststage.models import stack_to_mapping
 
 BACKEND = {
     "backend_name": "hoststage",
@@ -69,6 +70,43 @@ def test_slots_are_what_is_asked(command: tuple[str, ...]) -> None:
     subject = judged(command)
     assert [pool.host_slots for pool in subject.stacks[0].pools] == [512]
     assert not [note for note in subject.notes if note.subject == "host_slots"]
+
+
+SWA = {"slots": {"kv": 64, "swa": 64}}
+DRAFT = {"slots": {"draft": 64}}
+EAGLE = "--speculative-algorithm=EAGLE"
+
+
+@pytest.mark.parametrize(
+    ("command", "preset", "said"),
+    [
+        (backend(SWA), "llama-3.1-8b", "'swa'. Name one of kv"),
+        (linker(SWA), "llama-3.1-8b", "'swa'. Name one of kv"),
+        (backend(SWA), "gpt-oss-20b", ""),
+        (linker(SWA), "gpt-oss-20b", ""),
+        (backend(DRAFT), "llama-3.1-8b", "'draft'. Name one of kv"),
+        # A draft model is not described: whether it has such a pool is seen when there is one.
+        (backend(DRAFT, EAGLE), "llama-3.1-8b", ""),
+        # Its anchor has no bytes in the engine.
+        (backend({"slots": {"kv": 64}}), "deepseek-v4-flash", "'kv'. Name one of swa, deepseek_v4_c4, "),
+        (linker({"slots": {"deepseek_v4_c4": 64}}), "deepseek-v4-flash", ""),
+    ],
+)
+def test_slots_of_a_pool_that_the_model_lacks_are_an_error(command: tuple[str, ...], preset: str, said: str) -> None:
+    if not said:
+        judged(command, preset=preset)
+        return
+    with pytest.raises(CommandLineError) as caught:
+        judged(command, preset=preset)
+    assert caught.value.flag in command
+    assert f"hoststage.slots is {said}" in str(caught.value)
+
+
+def test_slots_are_held_against_the_pools_of_a_stack_file_too(tmp_path: Path) -> None:
+    path = tmp_path / "stack.json"
+    path.write_text(json.dumps(stack_to_mapping(judged(backend({})).stacks[0])))
+    with pytest.raises(CommandLineError, match="Name one of kv"):
+        resolve(Request(stack=path, command=backend(SWA)))
 
 
 def test_rules_of_sglang_still_see_the_sizes_of_its_own_pools() -> None:

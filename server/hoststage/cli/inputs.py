@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hoststage.cli.launch_settings import asked_modes, asked_slots, host_pools, launch_settings, slots_note
+from hoststage.cli.launch_settings import asked_modes, asked_slots, check_slots, host_pools, launch_settings, slots_note
 from hoststage.cli.sglang_args import CommandLineError, SglangFlags, json_object, read_command
 from hoststage.cli.sglang_rules import engine_findings, settled_rules
 from hoststage.cli.sglang_settings import engine_settings, inferred_retraction, wishes
@@ -162,6 +162,7 @@ def _subject(
         engine += [f for f in engine_findings(flags, stack) if f not in engine]
     holders: tuple[BudgetHolder, ...] = ()
     if asked is not None:
+        check_slots((stack for stack, _ in shards), asked, flags)
         holders = host_pools(stacks, asked)
         notes[:] = [note for note in notes if note.subject != "host_slots"]
         notes += [note for note in {slots_note(stack, asked) for stack, _ in shards} if note is not None]
@@ -205,6 +206,8 @@ def _from_stack(
         raise InputError("--set", "has no meaning with a stack file", "Change the file")
     assert request.stack is not None
     stack = read_stack(request.stack)
+    if asked is not None:
+        check_slots((stack,), asked, flags)
     modes = _wished(request, asked)
     wish = wishes(flags, modes=modes, window_only=request.window_only or stack.retraction.window_only)
     if modes or (launch is not None and launch.given):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -27,7 +28,6 @@ def launch_settings(flags: SglangFlags) -> Settings | None:
     texts = (flags.hicache_storage_backend_extra_config or "", flags.unified_cache_external_linker_config or "")
     if not any("hoststage" in text or text.startswith("@") for text in texts):
         return None  # and without importing the client
-    from hoststage.client import StackError
     from hoststage.client.engines.sglang import plugin
     from hoststage.client.engines.sglang.settings import Settings
 
@@ -39,17 +39,38 @@ def launch_settings(flags: SglangFlags) -> Settings | None:
         hicache_storage_backend=flags.hicache_storage_backend,
         hicache_storage_backend_extra_config=flags.hicache_storage_backend_extra_config,
     )
-    flag = LINKER_CONFIG if linked else EXTRA_CONFIG
-    try:
+    with _meant_by(_flag_of(flags)):
         extra = plugin.extra_config_of(view)
         settings = None if extra is None else Settings.of(extra)
-        flag = EXTRA_CONFIG
+    with _meant_by(EXTRA_CONFIG):
         plugin.host_pool_settings(view)
+    return settings
+
+
+def check_slots(stacks: Iterable[Stack], settings: Settings, flags: SglangFlags) -> None:
+    """Raise `CommandLineError` where `slots` names a pool that none of the launch's processes has."""
+    from hoststage.client.engines.sglang.stacks import check_described
+
+    with _meant_by(_flag_of(flags)):
+        check_described(settings, tuple(dict.fromkeys(pool.name for stack in stacks for pool in stack.pools)), flags)
+
+
+def _flag_of(flags: SglangFlags) -> str:
+    """Return the flag that has the settings."""
+    return LINKER_CONFIG if flags.enable_unified_cache_external_linker else EXTRA_CONFIG
+
+
+@contextmanager
+def _meant_by(flag: str) -> Iterator[None]:
+    """Tell of a setting that means nothing as of the flag that it stands in."""
+    from hoststage.client import StackError
+
+    try:
+        yield
     except StackError as error:
         raise CommandLineError(
             flag, f"{error.field} is {error.value!r}", error.remedy[:1].upper() + error.remedy[1:]
         ) from error
-    return settings
 
 
 def asked_modes(settings: Settings) -> tuple[ModeWish, ...]:

@@ -25,7 +25,7 @@ from hoststage.client.engines.sglang import stacks
 from hoststage.client.engines.sglang.channel import Channel
 from hoststage.client.engines.sglang.hostpages import HostPages, host_pages
 from hoststage.client.engines.sglang.keys import key_of, keys_of
-from hoststage.client.engines.sglang.settings import Settings
+from hoststage.client.engines.sglang.settings import Settings, drafts_of
 from hoststage.client.engines.sglang.sharedpools import SharedPool, regions_of, shared_pool
 from hoststage.client.errors import HostStageError
 from hoststage.shm.copy import address_of
@@ -72,7 +72,7 @@ class HostStageStorage(HiCacheStorage):  # type: ignore[misc]
     Answers are a function of what is stored: exact sets of restorable lengths, never a guess. A page counts as read only once its bytes are copied to
     the host pool, and as stored only once the store has acknowledged it.
 
-    :raises StackError: for settings that mean nothing, before anything is loaded.
+    :raises StackError: for settings that mean nothing.
     """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
@@ -103,7 +103,12 @@ class HostStageStorage(HiCacheStorage):  # type: ignore[misc]
         """Shake hands for every pool, and say how it went.
 
         Where hoststage is `required`, a daemon that is absent or refuses raises here, which makes SGLang's launch fail with every finding and remedy.
+
+        :raises StackError: for `slots` of a pool that is not there, or is part of another one.
         """
+        there = [name for name, pages in self._pools.items() if pages is not None]
+        sources = dict.fromkeys(stacks.family_of(name, there).source for name in there)
+        self.settings.check_slots(sources, drafts_of(stacks.engine_args()))
         for name, pages in list(self._pools.items()):
             if pages is None:
                 continue

@@ -46,7 +46,10 @@ def stack_of(
 
     The tree's components are pools of their own: FULL needs all pages, SWA its window, Mamba the last state. What shares a component's slot ids
     (an indexer, a draft, DeepSeek-V4's regions) is a sidecar of it: served only where both come from one commit.
+
+    :raises StackError: for `slots` of a pool that is not there.
     """
+    settings.check_slots(pools)
     identity = Identity(
         model=worker.model or "unnamed",
         tenant=settings.tenant,

@@ -24,6 +24,7 @@ from typing import Any
 
 from hoststage.client.engines.sglang.hostpools import FIELD, Leases
 from hoststage.client.engines.sglang.settings import SECTION, HostPools, Settings
+from hoststage.client.engines.sglang.stacks import check_described
 from hoststage.client.errors import HostStageError, StackError
 from hoststage.client.session import resolve_address
 
@@ -70,13 +71,14 @@ class LaunchRefused(RuntimeError):
 class Answer:
     """What came of the question. granted: the mode, None where it is refused. findings: a line each. problem: why there is no verdict, empty where there is one.
 
-    away: whether it was the daemon that could not be asked.
+    away: whether it was the daemon that could not be asked. pools: those that the model was described with.
     """
 
     granted: str | None
     findings: tuple[str, ...] = ()
     problem: str = ""
     away: bool = False
+    pools: tuple[str, ...] = ()
 
 
 def register() -> None:
@@ -212,9 +214,11 @@ def _read_file(path: Path) -> Any:
 
 
 def shake_hands(view: Any, settings: Settings, model_config: Callable[[], Mapping[str, Any]]) -> Answer:
-    """Ask the daemon, say what it answers, and stop the launch where that is due."""
+    """Ask the daemon, say what it answers, and stop the launch where that is due. Raises `StackError` for `slots` of a pool that the model lacks."""
     address = resolve_address(settings.address)
     answer = ask(view, settings, address, model_config)
+    if answer.pools:
+        check_described(settings, answer.pools, view)
     lines = "\n".join(f"  {line}" for line in answer.findings)
     if answer.problem and not answer.away:
         # No verdict, and no refusal: the model is none that `hoststage check` can describe. The pools will tell.
@@ -253,7 +257,8 @@ def ask(view: Any, settings: Settings, address: str, model_config: Callable[[], 
     refused = any(found["severity"] == "refused" for found in findings)
     # SGLang judges its own flags itself; here only a part of them was shown.
     granted = verdict["granted"] or (None if refused else "nothing yet")
-    return Answer(granted, tuple(_line(found) for found in findings))
+    pools = tuple(dict.fromkeys(pool["name"] for pool in verdict["pools"]))
+    return Answer(granted, tuple(_line(found) for found in findings), pools=pools)
 
 
 def _ours(finding: Mapping[str, Any]) -> bool:

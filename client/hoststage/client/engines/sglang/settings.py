@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -11,6 +11,8 @@ from hoststage.client.errors import StackError
 from hoststage.client.stack import Mode, ModeWish
 
 SECTION = "hoststage"
+DRAFTS = ("draft", "draft_indexer", "draft_swa")
+"""Pools of a draft model. Where there is one, they may come after the others."""
 
 
 class HostPools(Enum):
@@ -26,7 +28,7 @@ class Settings:
 
     address: of the daemon, as in `hoststage.client.connect`. tenant: pages never meet across it. weights_revision, quantization, kv_scales: parts of
     the identity that SGLang's own configuration does not tell, or not well enough. modes: what is asked of the daemon, in order. slots: host slots a
-    pool, both sides together; a pool that is not named is sized by the daemon. required: a daemon that is absent or refuses stops the launch;
+    pool, both sides together; a pool that is not named is sized by the daemon, one that the engine has not is an error. required: a daemon that is absent or refuses stops the launch;
     otherwise the engine runs on without it, every lookup a miss. pin_seconds: how long the linker's lookups keep what they found from being evicted.
     host_pools: where SGLang's host pools live, whatever its storage backend.
     host_pool_timeout: of one lease, in which the daemon populates the memory.
@@ -61,6 +63,17 @@ class Settings:
             # Its value stays unsaid: it may be a token under a misspelt name, and this goes into logs.
             raise StackError(f"{SECTION}.{unknown[0]}", "unknown", f"use one of {', '.join(sorted(names))}")
         return cls(**{name: _value(name, value) for name, value in given.items()})
+
+    def check_slots(self, pools: Collection[str], later: Collection[str] = ()) -> None:
+        """Raise `StackError` where `slots` names a pool that there is not. later: names that may still come, or are part of one of the pools."""
+        for name in self.slots:
+            if name not in pools and name not in later:
+                raise StackError(f"{SECTION}.slots", name, f"name one of {', '.join(pools)}")
+
+
+def drafts_of(args: Any) -> Collection[str]:
+    """Return the pools of the draft model that SGLang's arguments name, none where they name none."""
+    return DRAFTS if getattr(args, "speculative_algorithm", None) not in (None, "NGRAM") else ()
 
 
 def _value(name: str, value: Any) -> Any:

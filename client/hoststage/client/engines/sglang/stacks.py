@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hoststage.client.engines.sglang.hostpages import HostPages
-from hoststage.client.engines.sglang.settings import Settings
+from hoststage.client.engines.sglang.settings import Settings, drafts_of
 from hoststage.client.errors import StackError
 from hoststage.client.stack import HitPolicy, Identity, Parallel, PoolKind, PoolSpec, StackSpec
 
@@ -52,6 +52,17 @@ def family_of(name: str, registered: Sequence[str]) -> Family:
         source = name
     others = [other for other, of in SOURCES.items() if of == source and other in registered]
     return Family((source, *others))
+
+
+def check_described(settings: Settings, described: Sequence[str], args: Any) -> None:
+    """Raise `StackError` where `slots` names a pool that a launch with SGLang's arguments `args` will not have.
+
+    described: pools of its model, as `hoststage check` describes them.
+    """
+    compressed = any(name.startswith("deepseek_v4") for name in described)
+    # Of DeepSeek-V4 the engine keeps nothing but the numbers of slots in the anchor; it is no pool of a session's.
+    there = [name for name in described if name != ANCHOR or not compressed]
+    settings.check_slots(there, [*drafts_of(args), *(name for name, of in SOURCES.items() if of in there)])
 
 
 def stack_of(
@@ -138,14 +149,19 @@ def _replicated(pages: HostPages, config: Any) -> bool:
     return not (pages.name.startswith("draft") and hasattr(pages.pool, "head_num") and hasattr(pages.pool, "v_buffer"))
 
 
-def engine_identity() -> dict[str, str]:
-    """Return what the arguments of the running engine tell of the identity; nothing outside an engine."""
+def engine_args() -> Any:
+    """Return the arguments of the running engine, None outside one."""
     from sglang.srt import runtime_context
 
     try:
-        args = runtime_context.get_server_args()
+        return runtime_context.get_server_args()
     except (AttributeError, RuntimeError, ValueError):
-        return {}
+        return None
+
+
+def engine_identity() -> dict[str, str]:
+    """Return what the arguments of the running engine tell of the identity; nothing outside an engine."""
+    args = engine_args()
     named = {
         "weights_revision": ("revision", "load_format"),
         "quantization": ("quantization", "kv_cache_dtype"),
