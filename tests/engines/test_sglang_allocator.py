@@ -31,7 +31,7 @@ from sglang.srt.mem_cache.pool_host import base, common  # noqa: E402
 
 from hoststage.client import PayloadPath, StackError, connect  # noqa: E402
 from hoststage.client.engines.sglang import allocator, plugin  # noqa: E402
-from hoststage.client.engines.sglang.hostpools import HostPoolsUnavailable, _stack  # noqa: E402
+from hoststage.client.engines.sglang.hostpools import HostPoolsUnavailable, memory_stack  # noqa: E402
 from tests.engines import sglang_support as sg  # noqa: E402
 from tests.integration.daemon import ROOT, Daemon, environment, eventually  # noqa: E402
 
@@ -73,7 +73,7 @@ def _leased(daemon: Daemon) -> int:
 
 
 def _free(daemon: Daemon) -> int:
-    with connect(daemon.address, stack=_stack("probe"), timeout=20) as session:
+    with connect(daemon.address, stack=memory_stack("probe"), timeout=20) as session:
         return session.budget().free_bytes
 
 

@@ -183,6 +183,25 @@ def test_host_pools_of_a_size_that_nobody_gave_are_not_counted() -> None:
     assert judged(command).holders == ()
 
 
+@pytest.mark.parametrize("storage", [("--hicache-storage-backend", "file"), ()], ids=["file", "none"])
+def test_host_pools_alone_are_judged_by_the_sessions_that_lease_them(storage: tuple[str, ...]) -> None:
+    text = json.dumps({"hoststage": {"host_pools": "daemon", "tenant": "t"}})
+    options = (*storage, "--hicache-storage-backend-extra-config", text, "--tp-size=2")
+    subject = judged((*HICACHE, "--hicache-host-memory-mode=buffer_only", *options))
+    assert [[(pool.name, pool.host_slots) for pool in stack.pools] for stack in subject.stacks] == [[("none", 3)]] * 2
+    assert subject.stacks[0].identity.tenant == "t"
+    leased = 2 * 23842 * (4 << 20)
+    assert [holder.bytes for holder in subject.holders] == [leased]
+    [note] = [note for note in subject.notes if note.subject == "session"]
+    assert (storage[1] if storage else "no storage backend") in note.message
+    # Nothing passes through the session, so that no store is missed, whatever SGLang's own mode.
+    assert (
+        judge(subject.stacks, node_facts(leased + (1 << 20), store=False, holders=subject.holders)).mode is Mode.CACHE
+    )
+    short = judge(subject.stacks, node_facts(leased, store=True, holders=subject.holders))
+    assert (short.mode, {finding.rule for finding in short.findings}) == (None, {"BUDGET"})
+
+
 def test_the_plan_says_what_the_host_pools_take_and_that_they_do_not_fit() -> None:
     subject = judged(backend({"host_pools": "daemon"}))
     found = room_findings(subject, 1, parse_size("64GiB"))

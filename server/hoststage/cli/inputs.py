@@ -9,7 +9,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hoststage.cli.launch_settings import asked_modes, asked_slots, check_slots, host_pools, launch_settings, slots_note
+from hoststage.cli.launch_settings import (
+    asked_modes,
+    asked_slots,
+    check_slots,
+    host_pools,
+    launch_settings,
+    memory_note,
+    memory_stack,
+    slots_note,
+)
 from hoststage.cli.sglang_args import CommandLineError, SglangFlags, json_object, read_command
 from hoststage.cli.sglang_rules import engine_findings, settled_rules
 from hoststage.cli.sglang_settings import engine_settings, inferred_retraction, wishes
@@ -113,7 +122,31 @@ def resolve(request: Request) -> Subject:
     sources = [s for s in (request.config, request.preset, request.stack) if s]
     if len(sources) > 1:
         raise InputError("input", "more than one of --config, --preset and --stack is given", "Give exactly one")
-    asked = launch_settings(flags) if launch is not None else None
+    asks = launch_settings(flags) if launch is not None else None
+    if asks is None or asks.moves_pages:
+        return _of_pages(request, flags, launch, asks.settings if asks is not None else None)
+    return _of_memory(request, flags, _of_pages(request, flags, launch, None), asks.settings)
+
+
+def _of_memory(request: Request, flags: SglangFlags, engine: Subject, settings: LaunchSettings) -> Subject:
+    """Return what a launch opens whose pages do not come to hoststage: a session for memory in each process. engine: of its own pools."""
+    stack = memory_stack(settings)
+    stack = replace(stack, modes=_modes(request.modes) or stack.modes)
+    holders = host_pools(engine.stacks, settings)
+    notes = (note for note in engine.notes if note.subject != "host_slots")
+    return replace(
+        engine,
+        stacks=(stack,) * len(engine.stacks),
+        shards=((stack, ()),),
+        notes=(*notes, assumed(memory_note(flags, sized=bool(holders)))),
+        holders=holders,
+    )
+
+
+def _of_pages(
+    request: Request, flags: SglangFlags, launch: SglangFlags | None, asked: LaunchSettings | None
+) -> Subject:
+    """Return the stacks whose pages are to be kept: of the model or the stack file."""
     if request.stack is not None:
         return _from_stack(request, flags, launch, asked)
     notes: list[Assumption] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -20,8 +20,16 @@ EXTRA_CONFIG = "--hicache-storage-backend-extra-config"
 LINKER_CONFIG = "--unified-cache-external-linker-config"
 
 
-def launch_settings(flags: SglangFlags) -> Settings | None:
-    """Return the settings of hoststage's storage backend or linker; None where the line uses neither.
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What a launch asks of hoststage. moves_pages: through its storage backend or linker; else it is asked for the memory of host pools alone."""
+
+    settings: Settings
+    moves_pages: bool = True
+
+
+def launch_settings(flags: SglangFlags) -> Launch | None:
+    """Return what the line asks of hoststage's storage backend or linker, or for host pools in the daemon's memory; None for none of them.
 
     Raises `CommandLineError` for what would stop the launch: a setting that does not exist or means nothing, and two owners of the host pools.
     """
@@ -43,8 +51,10 @@ def launch_settings(flags: SglangFlags) -> Settings | None:
         extra = plugin.extra_config_of(view)
         settings = None if extra is None else Settings.of(extra)
     with _meant_by(EXTRA_CONFIG):
-        plugin.host_pool_settings(view)
-    return settings
+        leased = plugin.host_pool_settings(view)
+    if settings is not None:
+        return Launch(settings)
+    return None if leased is None else Launch(leased, moves_pages=False)
 
 
 def check_slots(stacks: Iterable[Stack], settings: Settings, flags: SglangFlags) -> None:
@@ -78,6 +88,14 @@ def asked_modes(settings: Settings) -> tuple[ModeWish, ...]:
     return tuple(ModeWish(Mode(wish.mode.value), required=wish.required) for wish in settings.modes)
 
 
+def memory_stack(settings: Settings) -> Stack:
+    """Return the stack that a process presents which asks for memory alone."""
+    from hoststage.client.engines.sglang import hostpools
+    from hoststage.server.rpc.convert_stack import stack_from_proto
+
+    return stack_from_proto(hostpools.memory_stack(settings.tenant).to_proto())
+
+
 def asked_slots(stack: Stack, settings: Settings) -> Stack:
     """Return the stack with the slots that the launch asks of the daemon: those of `slots`, never the sizes of SGLang's own host pools."""
     pools = tuple(replace(pool, host_slots=settings.slots.get(pool.name, 0)) for pool in stack.pools)
@@ -93,6 +111,17 @@ def host_pools(stacks: Iterable[Stack], settings: Settings) -> tuple[BudgetHolde
         return ()
     leased = sum(pool.host_slots * pool.page_bytes for stack in stacks for pool in stack.pools if pool.has_host_pool)
     return (BudgetHolder("SGLang's host pools", leased),) if leased else ()
+
+
+def memory_note(flags: SglangFlags, *, sized: bool) -> Assumption:
+    """Return the notice that the pages themselves do not go to hoststage. sized: whether the size of the host pools is known."""
+    backend = flags.hicache_storage_backend
+    return Assumption(
+        "session",
+        f"pages go to {f'the storage backend {backend!r}' if backend else 'no storage backend'}; of hoststage each process asks for a session "
+        f"of its smallest size, and for the memory of its host pools{'' if sized else ', of a size that nobody gave'}",
+        "hoststage's storage backend or linker, for it to keep the pages too",
+    )
 
 
 def slots_note(stack: Stack, settings: Settings) -> Assumption | None:

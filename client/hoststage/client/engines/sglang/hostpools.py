@@ -139,7 +139,7 @@ class Leases:
         try:
             return connect(
                 settings.address,
-                stack=_stack(settings.tenant),
+                stack=memory_stack(settings.tenant),
                 worker=self._worker,
                 client="sglang host pools",
                 token=settings.token,
@@ -209,8 +209,8 @@ class Leases:
                 return
 
 
-def _stack(tenant: str) -> StackSpec:
-    """A session has a stack with a pool, though nothing passes through this one: three pages."""
+def memory_stack(tenant: str) -> StackSpec:
+    """Return the stack of a session that leases memory alone. It must have a pool, though nothing passes through this one: three pages."""
     pool = PoolSpec(_POOL, PoolKind.KV, _PAGE_BYTES, 1, host_slots=3)
     modes = (ModeWish(Mode.CACHE), ModeWish(Mode.BUFFER_ONLY))
     return StackSpec(Identity("host pools", tenant=tenant), (pool,), modes=modes, paths=(PayloadPath.SHM,))
