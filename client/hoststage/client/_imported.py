@@ -238,8 +238,10 @@ def on_socket(path: str, deadline: Deadline, use: Callable[[socket.socket], _T])
 
 def given(pages: Mapping[str, Any] | None) -> bool:
     """Return whether pages lie in imported memory. Raises `StackError` where some do and others do not."""
-    kinds = {name: isinstance(rows, ImportedPages) for name, rows in (pages or {}).items()}
-    if len(set(kinds.values())) > 1:
+    if not pages:
+        return False
+    kinds = {name: isinstance(rows, ImportedPages) for name, rows in pages.items()}
+    if len(kinds) > 1 and len(set(kinds.values())) > 1:
         other = next(name for name, is_imported in kinds.items() if not is_imported)
         raise StackError(
             f"pages[{other!r}]", "no ImportedPages", "pages of one call lie in imported memory, or none does"
@@ -356,7 +358,7 @@ def load(core: Core, request: LoadRequest, into: Mapping[str, ImportedPages], de
     if (pieces := sum(table.offsets.size for table in rows.values())) > wire.MAX_PLACES:
         raise StackError("into", f"{pieces} pieces", f"load at most {wire.MAX_PLACES} pieces in one call")
     link = core.ready(deadline)
-    names = [pool.name for pool in core.options.stack.pools]
+    names = link.pool_names
     tables = tuple(t.places(pool, t.imported.id_on(link, deadline), 0, len(t)) for pool, t in rows.items())
     claim = next(_claim_numbers)
     message = wire.load_to_proto(wire.ImportedLoad(request.message(link, deadline), tables, claim))

@@ -73,8 +73,10 @@ def load_request(
     n = len(run) if prefix is None else prefix
     if not 1 <= n <= len(run):
         raise StackError("prefix", n, f"pass 1 to {len(run)}, the number of keys")
-    index_of = core.options.stack.index_of
-    wire = tuple(ops.PoolRange(index_of(name), *given) for name, given in (ranges or {}).items())
+    wire: tuple[ops.PoolRange, ...] = ()
+    if ranges:
+        index_of = core.options.stack.index_of
+        wire = tuple(ops.PoolRange(index_of(name), *given) for name, given in ranges.items())
     return LoadRequest(run, n, pin, wire, accept_shorter)
 
 
@@ -93,7 +95,7 @@ def start_load(link: Link, request: LoadRequest, deadline: Deadline) -> LoadOp:
 
 def load(core: Core, request: LoadRequest, into: Mapping[str, Rows] | None, deadline: Deadline) -> Loaded:
     """Load a prefix; see `Session.load`."""
-    targets = _targets(core, into) if into is not None else {}
+    targets = _targets(core, into) if into else {}
     link = core.ready(deadline)
     names = core.names
     if not link.maps:
@@ -172,13 +174,13 @@ def lease_views(core: Core, keys: Keys, prefix: int | None, pin: int | Match) ->
     return loaded
 
 
-def _targets(core: Core, into: Mapping[str, Rows] | None) -> dict[int, PageRows]:
+def _targets(core: Core, into: Mapping[str, Rows]) -> dict[int, PageRows]:
     stack, threads = core.options.stack, core.options.copy_threads
     return {
         stack.index_of(name): PageRows(
             given, name, stack.pools[stack.index_of(name)].page_bytes, writable=True, threads=threads
         )
-        for name, given in (into or {}).items()
+        for name, given in into.items()
     }
 
 

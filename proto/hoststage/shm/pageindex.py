@@ -300,8 +300,8 @@ class PageIndex:
         slots, versions = found
         if len(slots) <= _FEW:
             words = self._layout.words
-            return all(
-                words[slot * _ENTRY_WORDS + _VERSION_WORD] == version
-                for slot, version in zip(slots, versions, strict=True)
-            )
+            for slot, version in zip(slots, versions, strict=True):
+                if words[slot * _ENTRY_WORDS + _VERSION_WORD] != version:
+                    return False
+            return True
         return bool((self._versions[slots] == versions).all())
