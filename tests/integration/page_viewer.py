@@ -63,6 +63,10 @@ with connect(address, stack=STACK, timeout=20) as session:
         loaded = session.load([key_of(i)]) if wanted else None
         if not loaded:
             continue
+        if hold and (loaded._own is None or i in dict(held)):
+            # Held must be as many pages as the board has entries, all by the board.
+            loaded.release()
+            continue
         held.append((i, loaded))
         looked += 1
         own += loaded._own is not None

@@ -178,7 +178,7 @@ class Loaded:
         rows = PageRows(into, pool, arena.page_bytes, writable=True)
         if rows.count < len(slots):
             raise StackError(f"into[{pool!r}]", f"{rows.count} rows", f"{len(slots)} pages were loaded")
-        rows.from_arena(0, arena, np.asarray(slots, dtype=np.uint32), pieces)
+        rows.from_arena(0, arena, slots, pieces)
         self.check()
 
     def check(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hoststage.client import cuda
 from hoststage.client._arenas import Arena
@@ -21,6 +22,9 @@ Keys: TypeAlias = Sequence[bytes] | bytes
 
 Rows: TypeAlias = Any
 """Pages of one pool: a list of buffers of one page each, or one C-contiguous array or tensor whose first axis is the page, or `ScatteredPages`."""
+
+Slots: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
+"""Slots of an arena, one a page."""
 
 Mover: TypeAlias = Callable[[Offsets, Offsets, Offsets], object]
 """Copies bytes: called with the addresses to write, those to read, and the lengths; `int64[n]` each."""
@@ -199,16 +203,19 @@ class PageRows:
         """Copy rows from `first` on into slots; rows whose slot is `NO_SLOT` are skipped."""
         self._copy(first, arena, slots, to_arena=True)
 
-    def from_arena(self, first: int, arena: Arena, slots: U32, pieces: slice = slice(None)) -> None:
+    def from_arena(self, first: int, arena: Arena, slots: Slots, pieces: slice = slice(None)) -> None:
         """Copy slots into rows from `first` on; of scattered pages, those `pieces` of each."""
-        self._copy(first, arena, slots, to_arena=False, pieces=pieces)
+        if isinstance(slots, range) and self._base and arena.stride == self._page_bytes:
+            self._copy_run(first, arena, slots.start, len(slots), to_arena=False)
+        else:
+            self._copy(first, arena, np.asarray(slots, dtype=np.uint32), to_arena=False, pieces=pieces)
 
     def _copy(self, first: int, arena: Arena, slots: U32, *, to_arena: bool, pieces: slice = slice(None)) -> None:
         if self._addresses is not None and len(slots) <= _FEW and (self._threads == 1 or self._page_bytes < _LARGE):
             self._copy_few(first, arena, slots, to_arena=to_arena)
             return
         if self._base and arena.stride == self._page_bytes and adjacent(slots):
-            self._copy_run(first, arena, slots, to_arena=to_arena)
+            self._copy_run(first, arena, int(slots[0]), len(slots), to_arena=to_arena)
             return
         wanted = np.flatnonzero(slots != NO_SLOT)
         if not len(wanted):
@@ -244,11 +251,11 @@ class PageRows:
                 copy_bytes(row, place, size)
         del guard
 
-    def _copy_run(self, first: int, arena: Arena, slots: U32, *, to_arena: bool) -> None:
-        """The same where both sides are one range."""
+    def _copy_run(self, first: int, arena: Arena, start: int, count: int, *, to_arena: bool) -> None:
+        """The same where both sides are one range: `count` slots from `start` on."""
         size, guard = self._page_bytes, arena.guard()
-        row, place = self._base + first * size, arena.mapping.address + int(slots[0]) * size
-        copy_range(*((place, row) if to_arena else (row, place)), len(slots) * size, threads=self._threads)
+        row, place = self._base + first * size, arena.mapping.address + start * size
+        copy_range(*((place, row) if to_arena else (row, place)), count * size, threads=self._threads)
         del guard
 
     def _places(self, wanted: Offsets, slots: Offsets, chosen: slice) -> tuple[Offsets, Offsets, Offsets | int]:

@@ -147,7 +147,7 @@ class SelfService:
             if wanted is not None:
                 if wanted.count < len(there[0]):
                     return None
-                wanted.from_arena(0, pool.pages, np.asarray(there[0], dtype=np.uint32))
+                wanted.from_arena(0, pool.pages, there[0])
         if not all(pool.index.stands(there) for pool, there in found):
             return None
         self._note(found)
@@ -168,8 +168,8 @@ class SelfService:
             there = pool.index.find(run.cut(first, prefix), run.key_bytes)
             if there is None:
                 return None
-            starts = [slot * arena.stride for slot in (there[0] if isinstance(there[0], list) else there[0].tolist())]
-            size = arena.page_bytes
+            stride, size = arena.stride, arena.page_bytes
+            starts = [slot * stride for slot in (there[0].tolist() if isinstance(there[0], np.ndarray) else there[0])]
             views = [whole[start : start + size] for start in starts]
             found.append((pool, there))
             pages.append(OwnPages(pool.place, first, arena, there[0], views))
@@ -196,7 +196,7 @@ class SelfService:
             for pool, (slots, _) in found:
                 used = self._used.setdefault(pool.place, set())
                 if len(used) < _MOST_TOUCHED:
-                    used.update(slots if isinstance(slots, list) else slots.tolist())
+                    used.update(slots.tolist() if isinstance(slots, np.ndarray) else slots)
 
     def close(self) -> None:
         """Let the indexes and the board go, so that they can be unmapped; whoever is reading one right now still holds it."""

@@ -40,8 +40,8 @@ _MIX = 0xFF51AFD7ED558CCD
 _U64 = (1 << 64) - 1
 
 U32 = npt.NDArray[np.uint32]
-Found = tuple[list[int], list[int]] | tuple[npt.NDArray[np.int64], U32]
-"""Slots and their versions, one a key: lists for a few keys, arrays for many."""
+Found = tuple[list[int], list[int]] | tuple[range, U32] | tuple[npt.NDArray[np.int64], U32]
+"""Slots and their versions, one a key: lists for a few keys, for many a range where the slots follow one another, else an array."""
 
 
 class PageIndexError(ValueError):
@@ -256,9 +256,9 @@ class PageIndex:
         if len(versions) == n:
             same = (self._keys[beside] == keys).all(axis=1)
             same &= (versions & _STANDS) == key_bytes << 1
-            slots = np.arange(start, start + n)
             if same.all():
-                return slots, versions
+                return range(start, start + n), versions
+            slots = np.arange(start, start + n)
         else:
             slots = np.minimum(np.arange(start, start + n), self._layout.slots - 1)
             same, versions = self._matches(slots, keys, key_bytes)
@@ -304,4 +304,5 @@ class PageIndex:
                 if words[slot * _ENTRY_WORDS + _VERSION_WORD] != version:
                     return False
             return True
-        return bool((self._versions[slots] == versions).all())
+        now = self._versions[slots.start : slots.stop] if isinstance(slots, range) else self._versions[slots]
+        return bool((now == versions).all())
