@@ -106,7 +106,7 @@ class RestoredHold:
 def views_of(core: Core, link: Link, slots: Sequence[PoolSlots], *, write: bool) -> dict[str, list[memoryview]]:
     """Return the pages in slots, by pool."""
     arenas = link.arenas.write if write else link.arenas.read
-    names = link.pool_names
+    names = core.names
     return {names[entry.pool]: arenas[entry.pool].views(entry.slots) for entry in slots}
 
 

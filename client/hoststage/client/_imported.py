@@ -358,7 +358,7 @@ def load(core: Core, request: LoadRequest, into: Mapping[str, ImportedPages], de
     if (pieces := sum(table.offsets.size for table in rows.values())) > wire.MAX_PLACES:
         raise StackError("into", f"{pieces} pieces", f"load at most {wire.MAX_PLACES} pieces in one call")
     link = core.ready(deadline)
-    names = link.pool_names
+    names = core.names
     tables = tuple(t.places(pool, t.imported.id_on(link, deadline), 0, len(t)) for pool, t in rows.items())
     claim = next(_claim_numbers)
     message = wire.load_to_proto(wire.ImportedLoad(request.message(link, deadline), tables, claim))

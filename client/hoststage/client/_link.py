@@ -154,7 +154,6 @@ class Link:
         self.credits = Credits()
         self.welcome = pb.Welcome()
         self.grant: Grant
-        self.pool_names = tuple(pool.name for pool in options.stack.pools)
         self.write_slots: list[int] = []
         self.max_span_keys = 0
         self.message_room = 4096

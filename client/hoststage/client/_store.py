@@ -298,7 +298,7 @@ def reserve(
     if not link.maps:
         raise StackError("path", link.grant.path.value, "pages can be written in place over shm alone; use store()")
     span = ops.Span(run.packed, run.key_bytes, tuple(ranges), parent)
-    names = link.pool_names
+    names = core.names
     if len(run) <= _most_keys(link, run, ranges):
         ahead = link.take_credits([(r.pool, r.count) for r in ranges])
         if ahead is not None:
