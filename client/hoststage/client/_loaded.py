@@ -79,6 +79,21 @@ class Loaded:
     after which the daemon may put other pages there. Pages that were copied into the caller's memory are leased no more.
     """
 
+    __slots__ = (
+        "__weakref__",
+        "_first",
+        "_link",
+        "_names",
+        "_op",
+        "_own",
+        "_pages",
+        "_places",
+        "_released",
+        "detail",
+        "outcome",
+        "prefix",
+    )
+
     def __init__(
         self, names: Sequence[str], prefix: int = 0, outcome: Outcome = Outcome.MISS, detail: str = ""
     ) -> None:

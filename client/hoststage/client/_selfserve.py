@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from hoststage.shm.pageindex import Found, PageIndex
 from hoststage.v1 import hoststage_pb2 as pb
 
 _MOST_TOUCHED = 4096
+_MOST_LOADS = 16_384
 
 _boards: weakref.WeakSet[LeaseBoard] = weakref.WeakSet()
 
@@ -112,8 +114,9 @@ class SelfService:
             self.board_pages = min((n for n in self._board.entries if n), default=0)
             _boards.add(self._board)
         self._lock = threading.Lock()
-        self._lookups = self._loads = 0
-        self._used: dict[int, set[int]] = {}
+        self._lookups = 0
+        # One entry a load: pools and slots. Made sense of by the housekeeper, which has the time.
+        self._read: deque[Sequence[tuple[int, Slots]]] = deque(maxlen=_MOST_LOADS)
 
     def holds(self, run: KeyRun) -> bool:
         """Return whether every page of the run is resident in every pool, so that every prefix of it can be restored."""
@@ -150,7 +153,7 @@ class SelfService:
                 wanted.from_arena(0, pool.pages, there[0])
         if not all(pool.index.stands(there) for pool, there in found):
             return None
-        self._note(found)
+        self._read.append([(pool.place, there[0]) for pool, there in found])
         return {pool.place: pool.first(prefix) for pool, _ in found}
 
     def lease(self, run: KeyRun, prefix: int) -> tuple[OwnLease, list[OwnPages]] | None:
@@ -173,7 +176,8 @@ class SelfService:
             views = [whole[start : start + size] for start in starts]
             found.append((pool, there))
             pages.append(OwnPages(pool.place, first, arena, there[0], views))
-        listing = board.enlist([(each.pool, each.slots) for each in pages])
+        wanted = [(each.pool, each.slots) for each in pages]
+        listing = board.enlist(wanted)
         if listing is None:
             return None
         lease = OwnLease(board, listing)
@@ -182,21 +186,13 @@ class SelfService:
             if not pool.index.stands(there):
                 lease.release()
                 return None
-        self._note(found)
+        self._read.append(wanted)
         return lease, pages
 
     def flush(self) -> None:
         """Take off the board what was dropped without a release."""
         if self._board is not None:
             self._board.clear_dropped()
-
-    def _note(self, found: Iterable[tuple[_Pool, Found]]) -> None:
-        with self._lock:
-            self._loads += 1
-            for pool, (slots, _) in found:
-                used = self._used.setdefault(pool.place, set())
-                if len(used) < _MOST_TOUCHED:
-                    used.update(slots.tolist() if isinstance(slots, np.ndarray) else slots)
 
     def close(self) -> None:
         """Let the indexes and the board go, so that they can be unmapped; whoever is reading one right now still holds it."""
@@ -205,14 +201,20 @@ class SelfService:
             self._board.close()
 
     def news(self) -> pb.ClientMessage | None:
-        """Return what the daemon has not heard of yet; None where there is nothing."""
+        """Return what the daemon has not heard of yet; None where there is nothing. For one thread."""
         with self._lock:
-            lookups, loads, used = self._lookups, self._loads, self._used
-            self._lookups, self._loads, self._used = 0, 0, {}
+            lookups, self._lookups = self._lookups, 0
+        loads = len(self._read)
         if not lookups and not loads:
             return None
-        slots = [pb.PoolSlots(pool=place, slots=sorted(each)[:_MOST_TOUCHED]) for place, each in used.items()]
-        return pb.ClientMessage(touch=pb.Touch(lookups=lookups, loads=loads, slots=slots))
+        used: dict[int, set[int]] = {}
+        for _ in range(loads):
+            for place, slots in self._read.popleft():
+                each = used.setdefault(place, set())
+                if len(each) < _MOST_TOUCHED:
+                    each.update(slots.tolist() if isinstance(slots, np.ndarray) else slots)
+        touched = [pb.PoolSlots(pool=place, slots=sorted(each)[:_MOST_TOUCHED]) for place, each in used.items()]
+        return pb.ClientMessage(touch=pb.Touch(lookups=lookups, loads=loads, slots=touched))
 
 
 def self_service(arenas: Arenas) -> SelfService | None:

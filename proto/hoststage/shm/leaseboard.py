@@ -123,7 +123,8 @@ class LeaseBoard:
         taken = free[-len(slots) :]
         del free[-len(slots) :]
         if len(taken) > _FEW:
-            self._cells[pool][taken] = np.asarray(slots) + 1
+            entries = np.arange(slots.start, slots.stop) if isinstance(slots, range) else np.asarray(slots)
+            self._cells[pool][taken] = entries + 1
         else:
             for at, slot in zip(taken, slots, strict=True):
                 words[at] = slot + 1
