@@ -168,6 +168,8 @@ class SelfService:
         pages: list[OwnPages] = []
         for pool in pools:
             first, arena, whole = pool.first(prefix), pool.pages, pool.whole
+            if prefix - first > board.entries[pool.place]:
+                return None
             there = pool.index.find(run.cut(first, prefix), run.key_bytes)
             if there is None:
                 return None
