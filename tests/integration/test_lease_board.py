@@ -15,7 +15,7 @@ import grpc
 import numpy as np
 import pytest
 
-import hoststage.client._link as link_module
+import hoststage.client._options as options_module
 from hoststage.client import (
     Identity,
     Mode,
@@ -258,7 +258,7 @@ def test_a_board_full_of_garbage_harms_nobody(daemon):
 
 
 def test_a_client_that_knows_no_board_asks(daemon, monkeypatch):
-    monkeypatch.setattr(link_module, "FEATURES", tuple(f for f in link_module.FEATURES if f != "lease_board"))
+    monkeypatch.setattr(options_module, "FEATURES", tuple(f for f in options_module.FEATURES if f != "lease_board"))
     with connect(daemon.address, stack=stack("older"), timeout=20) as session:
         assert session._core.link.arenas.board is None
         keys = keys_of(2, "older")

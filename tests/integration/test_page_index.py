@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import hoststage.client._link as link_module
+import hoststage.client._options as options_module
 from hoststage.client import (
     Identity,
     Mode,
@@ -145,7 +145,7 @@ def test_what_is_read_by_oneself_is_not_evicted_first(daemon):
 
 
 def test_a_client_that_knows_no_index_asks(daemon, monkeypatch):
-    monkeypatch.setattr(link_module, "FEATURES", tuple(f for f in link_module.FEATURES if f != "page_index"))
+    monkeypatch.setattr(options_module, "FEATURES", tuple(f for f in options_module.FEATURES if f != "page_index"))
     with connect(daemon.address, stack=stack("older"), timeout=20) as session:
         assert not session._core.link.arenas.index
         keys = keys_of(2, "older")

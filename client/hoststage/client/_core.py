@@ -12,7 +12,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
-from hoststage.client._link import Alarm, Link, Options, Previous
+from hoststage.client._alarm import Alarm
+from hoststage.client._link import Link
+from hoststage.client._options import Options, Previous
 from hoststage.client._wire import Deadline, Message, Request
 from hoststage.client.errors import DaemonUnavailable, DeadlineExceeded, ForkedSession, HostStageError, SessionClosed
 from hoststage.shm.mapping import Mapping

@@ -2,102 +2,35 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from hoststage.client import cuda
+from hoststage.client._alarm import Alarm
 from hoststage.client._arenas import Arena, Arenas, fetch
 from hoststage.client._credits import Credits, real_pairs, slots_of
 from hoststage.client._data import DataConnections, data_place
 from hoststage.client._lane import Lane
+from hoststage.client._options import Options, Previous
 from hoststage.client._populate import Populating
 from hoststage.client._selfserve import SelfService, self_service
 from hoststage.client._stream import Stream
 from hoststage.client._wire import Deadline, Message, Request, Router, Waiter, park
-from hoststage.client.errors import DaemonUnavailable, DeadlineExceeded, HostStageError, StackError
-from hoststage.client.stack import PayloadPath, StackSpec
+from hoststage.client.errors import DaemonUnavailable, DeadlineExceeded, HostStageError
+from hoststage.client.stack import PayloadPath
 from hoststage.client.verdict import Finding, Grant, findings_from
 from hoststage.shm.mapping import Mapping
 from hoststage.v1 import hoststage_pb2 as pb
 from hoststage.v1 import ops
 from hoststage.v1.convert import slots_from_proto, slots_to_proto
 
-FEATURES = (
-    "lane",
-    "inline",
-    "imported",
-    "data",
-    "pins",
-    "holds",
-    "whole_arenas",
-    "credits",
-    "page_index",
-    "lease_board",
-)
 _UNANSWERED = ("release", "revoke_ack", "touch")
 _AT_ANY_TIME = ("release", "abort", "revoke_ack", "return_arena", "cancel_load")
 """What gives back something that has a number of its own, and so means the same later."""
 _M = TypeVar("_M")
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What `connect` was given. `register`: whether mappings are registered with CUDA: "auto", "never" or "require"."""
-
-    address: str
-    stack: StackSpec
-    worker: str = ""
-    client: str = ""
-    token: str = ""
-    timeout: float = 30.0
-    credits: int = 0
-    copy_threads: int = 1
-    register: str = "auto"
-
-    def hello(self, previous: Previous) -> pb.Hello:
-        """Return the first message of the handshake."""
-        return pb.Hello(
-            protocol_min=ops.PROTOCOL_MIN,
-            protocol_max=ops.PROTOCOL_MAX,
-            features=FEATURES,
-            client=self.client,
-            worker=self.worker,
-            stack=self._reachable().to_proto(),
-            token=self.token,
-            previous_session=previous.session,
-            previous_epoch=previous.epoch,
-            previous_token=previous.token,
-            retained_bytes=previous.retained_bytes,
-            credits=self.credits,
-            pid=os.getpid(),
-        )
-
-    def _reachable(self) -> StackSpec:
-        """The stack with the paths that the address allows: no memory is shared over TCP."""
-        local = self.address.startswith("unix:")
-        paths = tuple(p for p in self.stack.paths if p is PayloadPath.INLINE or local)
-        if not paths:
-            raise StackError(
-                "paths",
-                [p.value for p in self.stack.paths],
-                f"this client can use inline alone at {self.address}",
-            )
-        return replace(self.stack, paths=paths)
-
-
-@dataclass(frozen=True, slots=True)
-class Previous:
-    """The session that a new one replaces (0: none), its secret, and bytes of its arenas that views still hold."""
-
-    session: int = 0
-    epoch: bytes = b""
-    retained_bytes: int = 0
-    token: bytes = b""
 
 
 class Transport(Protocol):
@@ -115,27 +48,6 @@ class Pushed(Protocol):
         ...
 
     def lose(self, error: HostStageError) -> None: ...
-
-
-class Alarm:
-    """Wakes the housekeeper where it sleeps long. `dozing`: whether it does."""
-
-    __slots__ = ("_event", "dozing")
-
-    def __init__(self) -> None:
-        self.dozing = False
-        self._event = threading.Event()
-
-    def ring(self) -> None:
-        """Something has begun that the housekeeper is to see to its end."""
-        if self.dozing:
-            self.dozing = False
-            self._event.set()
-
-    def sleep(self, seconds: float) -> None:
-        """Sleep, for the housekeeper alone. What rang before it sleeps wakes it at once."""
-        self._event.wait(seconds)
-        self._event.clear()
 
 
 class Link:

@@ -14,9 +14,9 @@ from hoststage.client._arenas import Arena
 from hoststage.client._core import Core
 from hoststage.client._holds import HoldBatch, RestoredHold
 from hoststage.client._imported import Imported
-from hoststage.client._link import Options, Previous
 from hoststage.client._load import LoadStream
 from hoststage.client._loaded import Loaded, Match
+from hoststage.client._options import Options, Previous
 from hoststage.client._pages import Keys, Rows
 from hoststage.client._status import error_of_call
 from hoststage.client._store import WriteBatch
