@@ -223,9 +223,11 @@ class LoadTable:
             self.pools[pool].lease(as_slots(taken))
         for pool, got in hits.items():
             read = self.pools[pool]
-            read.drop(f.key for f, _ in got if f in self.forgotten and read.index.get(f.key) == f.slot)
+            if self.forgotten:
+                read.drop(f.key for f, _ in got if f in self.forgotten and read.index.get(f.key) == f.slot)
             read.settle(as_slots(f.slot for f, _ in got))
-        self.forgotten.difference_update(fetch for fetch, _, _ in results)
+        if self.forgotten:
+            self.forgotten.difference_update(fetch for fetch, _, _ in results)
         for load in touched:
             self._progress(load, out)
         self.retry_parked(out)
