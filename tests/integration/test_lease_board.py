@@ -109,6 +109,26 @@ def test_views_are_leased_without_a_request_and_stay_until_they_are_released(dae
         assert not session.load(keys)
 
 
+def test_ranges_are_leased_without_a_request(daemon):
+    with connect(daemon.address, stack=stack("ranges"), timeout=20) as session:
+        keys = keys_of(6, "ranges")
+        session.store(keys, {"kv": rows_of(keys)}).wait(20)
+        with session.load(keys, ranges={"kv": (2, 3)}) as loaded:
+            assert (loaded.prefix, loaded.first("kv")) == (6, 2)
+            assert same(loaded, keys[2:5])
+            operate(daemon, "Evict")
+            assert slots_in(daemon, "resident") == 3
+            assert same(loaded, keys[2:5])
+            # What is around them is gone, they are not.
+            stream = session.load_groups(keys, ranges={"kv": (3, 2)})
+            [group] = list(stream)
+            assert group.first == {"kv": 3}
+            assert [bytes(page) for page in group.pages["kv"]] == [bytes(row) for row in rows_of(keys[3:5])]
+            stream.loaded.release()
+            del group
+        assert loads_asked(daemon) == 0
+
+
 def test_more_than_the_board_has_room_for_is_the_daemons_to_lease(daemon):
     with connect(daemon.address, stack=stack("many"), timeout=20) as session:
         n = entries_of(session)

@@ -21,6 +21,8 @@ from hoststage.client import (
     PayloadPath,
     PoolKind,
     PoolSpec,
+    RequestRejected,
+    StackError,
     StackSpec,
     connect,
 )
@@ -117,6 +119,33 @@ def test_a_window_is_copied_from_where_it_begins(daemon):
         assert np.array_equal(kv, rows)
         assert np.array_equal(swa[: 8 - first], rows[first:])
         assert not swa[8 - first :].any()
+
+
+def test_ranges_are_copied_without_a_request_and_wrong_ones_are_the_daemons_to_refuse(daemon):
+    pools = (
+        PoolSpec("kv", PoolKind.KV, PAGE, 16, host_slots=48),
+        PoolSpec("swa", PoolKind.SWA, PAGE, 16, sliding_window=32, host_slots=48),
+    )
+    with connect(daemon.address, stack=stack("ranges", *pools), timeout=20) as session:
+        keys = keys_of(8, "ranges")
+        rows = rows_of(keys)
+        # The window alone is stored: no prefix of fewer keys can be restored, ranges can.
+        session.store(keys, {"kv": rows, "swa": rows[6:]}).wait(20)
+        asked = served(daemon, "load")
+        for ranges in ({"kv": (2, 3)}, {"kv": (0, 8)}, {"swa": (7, 1)}, {"kv": (5, 1), "swa": (6, 2)}):
+            into = {pool: np.zeros((count, PAGE), dtype=np.uint8) for pool, (_, count) in ranges.items()}
+            loaded = session.load(keys, into=into, ranges=ranges)
+            assert loaded
+            for pool, (first, count) in ranges.items():
+                assert loaded.first(pool) == first
+                assert np.array_equal(into[pool], rows[first : first + count])
+        assert served(daemon, "load") == asked
+        room = np.zeros((8, PAGE), dtype=np.uint8)
+        assert not session.load(keys, into={"swa": room}, ranges={"swa": (4, 2)})
+        with pytest.raises(RequestRejected):
+            session.load(keys, into={"kv": room}, ranges={"kv": (7, 2)})
+        with pytest.raises(StackError):
+            session.load(keys, into={"kv": room}, ranges={"mamba": (0, 1)})
 
 
 def test_what_was_dropped_is_gone_at_once(daemon):

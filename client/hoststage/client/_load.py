@@ -73,11 +73,14 @@ def load_request(
     n = len(run) if prefix is None else prefix
     if not 1 <= n <= len(run):
         raise StackError("prefix", n, f"pass 1 to {len(run)}, the number of keys")
-    wire: tuple[ops.PoolRange, ...] = ()
-    if ranges:
-        index_of = core.options.stack.index_of
-        wire = tuple(ops.PoolRange(index_of(name), *given) for name, given in ranges.items())
-    return LoadRequest(run, n, pin, wire, accept_shorter)
+    return LoadRequest(run, n, pin, _places_of(core, ranges), accept_shorter)
+
+
+def _places_of(core: Core, ranges: Mapping[str, tuple[int, int]] | None) -> tuple[ops.PoolRange, ...]:
+    if not ranges:
+        return ()
+    index_of = core.options.stack.index_of
+    return tuple(ops.PoolRange(index_of(name), *given) for name, given in ranges.items())
 
 
 def start_load(link: Link, request: LoadRequest, deadline: Deadline) -> LoadOp:
@@ -100,7 +103,7 @@ def load(core: Core, request: LoadRequest, into: Mapping[str, Rows] | None, dead
     names = core.names
     if not link.maps:
         return _load_inline(core, link, request, targets, deadline, names)
-    if into is not None and not request.ranges and link.self_service is not None:
+    if into is not None and link.self_service is not None:
         loaded = _serve_oneself(link, link.self_service, request, targets, names)
         if loaded is not None:
             return loaded
@@ -139,7 +142,7 @@ def _serve_oneself(
     link: Link, service: SelfService, request: LoadRequest, targets: Mapping[int, PageRows], names: Sequence[str]
 ) -> Loaded | None:
     """Copy resident pages without asking the daemon; None where it must be asked."""
-    first = service.copy(request.run, request.prefix, targets)
+    first = service.copy(request.run, request.prefix, targets, request.ranges)
     if first is None:
         return None
     pin = request.pin_for(link)
@@ -151,7 +154,9 @@ def _serve_oneself(
     return Loaded.copied(names, request.prefix, first)
 
 
-def lease_views(core: Core, keys: Keys, prefix: int | None, pin: int | Match) -> Loaded | None:
+def lease_views(
+    core: Core, keys: Keys, prefix: int | None, pin: int | Match, ranges: Mapping[str, tuple[int, int]] | None
+) -> Loaded | None:
     """Lease resident pages without asking the daemon; None where it must be asked, or there is something wrong with the arguments."""
     link = core.open_link()
     service = link.self_service if link is not None else None
@@ -159,7 +164,7 @@ def lease_views(core: Core, keys: Keys, prefix: int | None, pin: int | Match) ->
         return None
     run = pack_keys(keys)
     n = len(run) if prefix is None else prefix
-    leased = service.lease(run, n) if 1 <= n <= len(run) else None
+    leased = service.lease(run, n, _places_of(core, ranges)) if 1 <= n <= len(run) else None
     if leased is None:
         return None
     own, pages = leased

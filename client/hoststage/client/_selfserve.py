@@ -24,6 +24,7 @@ from hoststage.shm.fence import full_fence_known
 from hoststage.shm.leaseboard import LeaseBoard, Listing, Slots
 from hoststage.shm.pageindex import Found, PageIndex
 from hoststage.v1 import hoststage_pb2 as pb
+from hoststage.v1.ops import PoolRange
 
 _MOST_TOUCHED = 4096
 _MOST_LOADS = 16_384
@@ -131,46 +132,64 @@ class SelfService:
             self._lookups += 1
         return True
 
-    def copy(self, run: KeyRun, prefix: int, rows: Mapping[int, PageRows]) -> dict[int, int] | None:
-        """Copy the pages that a prefix needs; return, per pool, the place of the first one.
+    def _wanted(self, prefix: int, ranges: Sequence[PoolRange]) -> list[tuple[_Pool, int, int]]:
+        """Return the pools and the places in the run of their pages, from the first one to behind the last one, that a load is about.
+
+        Those that a prefix needs, or the given ranges of it. Nothing where there is nothing to serve, or the daemon is to say what is wrong.
+        """
+        if not ranges:
+            return [(pool, pool.first(prefix), prefix) for pool in self._pools]
+        pools = {pool.place: pool for pool in self._pools}
+        named = {r.pool for r in ranges}
+        sound = len(named) == len(ranges) and named <= pools.keys()
+        if not sound or not all(r.count > 0 and r.first >= 0 and r.first + r.count <= prefix for r in ranges):
+            return []
+        return [(pools[r.pool], r.first, r.first + r.count) for r in ranges]
+
+    def copy(
+        self, run: KeyRun, prefix: int, rows: Mapping[int, PageRows], ranges: Sequence[PoolRange] = ()
+    ) -> dict[int, int] | None:
+        """Copy the pages that a prefix needs, or those ranges of it; return, per pool, the place of the first one.
 
         None where a page is not resident, or has left while it was copied: the rows then hold nothing of use.
         """
         found: list[tuple[_Pool, Found]] = []
-        pools = self._pools
-        if not pools:
+        wanted = self._wanted(prefix, ranges)
+        if not wanted:
             return None
-        for pool in pools:
-            there = pool.index.find(run.cut(pool.first(prefix), prefix), run.key_bytes)
+        for pool, first, end in wanted:
+            there = pool.index.find(run.cut(first, end), run.key_bytes)
             if there is None:
                 return None
             found.append((pool, there))
         for pool, there in found:
-            wanted = rows.get(pool.place)
-            if wanted is not None:
-                if wanted.count < len(there[0]):
+            target = rows.get(pool.place)
+            if target is not None:
+                if target.count < len(there[0]):
                     return None
-                wanted.from_arena(0, pool.pages, there[0])
+                target.from_arena(0, pool.pages, there[0])
         if not all(pool.index.stands(there) for pool, there in found):
             return None
         self._read.append([(pool.place, there[0]) for pool, there in found])
-        return {pool.place: pool.first(prefix) for pool, _ in found}
+        return {pool.place: first for pool, first, _ in wanted}
 
-    def lease(self, run: KeyRun, prefix: int) -> tuple[OwnLease, list[OwnPages]] | None:
-        """Lease the pages that a prefix needs, to be looked at where they lie.
+    def lease(
+        self, run: KeyRun, prefix: int, ranges: Sequence[PoolRange] = ()
+    ) -> tuple[OwnLease, list[OwnPages]] | None:
+        """Lease the pages that a prefix needs, or those ranges of it, to be looked at where they lie.
 
         None where a page is not resident, or the board has no room for all of them.
         """
-        board, pools = self._board, self._pools
-        if board is None or not pools:
+        board, places = self._board, self._wanted(prefix, ranges)
+        if board is None or not places:
             return None
         found: list[tuple[_Pool, Found]] = []
         pages: list[OwnPages] = []
-        for pool in pools:
-            first, arena, whole = pool.first(prefix), pool.pages, pool.whole
-            if prefix - first > board.entries[pool.place]:
+        for pool, first, end in places:
+            arena, whole = pool.pages, pool.whole
+            if end - first > board.entries[pool.place]:
                 return None
-            there = pool.index.find(run.cut(first, prefix), run.key_bytes)
+            there = pool.index.find(run.cut(first, end), run.key_bytes)
             if there is None:
                 return None
             stride, size = arena.stride, arena.page_bytes

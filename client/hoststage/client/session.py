@@ -280,8 +280,8 @@ class Session:
         :raises StackError: for keys or memory out of form. :raises DeadlineExceeded: where the pages do not come in time; nothing stays leased.
         :raises SessionLost, DaemonUnavailable: where the daemon is away. :raises QuotaExceeded, RequestRejected: what it takes exception to.
         """
-        if into is None and not ranges:
-            leased = _load.lease_views(self._core, keys, prefix, pin)
+        if into is None:
+            leased = _load.lease_views(self._core, keys, prefix, pin, ranges)
             if leased is not None:
                 return leased
         request = _load.load_request(self._core, keys, prefix, pin, ranges, accept_shorter)
@@ -302,10 +302,9 @@ class Session:
     ) -> LoadStream:
         """Load like `load`, but hand pages over group by group as they arrive, in the order of the prefix. shm alone."""
         deadline = self._core.deadline(timeout)
-        if not ranges:
-            leased = _load.lease_views(self._core, keys, prefix, pin)
-            if leased is not None:
-                return LoadStream(leased, self._core.names, deadline)
+        leased = _load.lease_views(self._core, keys, prefix, pin, ranges)
+        if leased is not None:
+            return LoadStream(leased, self._core.names, deadline)
         request = _load.load_request(self._core, keys, prefix, pin, ranges, accept_shorter)
         link = self._core.ready(deadline)
         if not link.maps:
