@@ -29,6 +29,7 @@ from hoststage.client import (
     aio,
     connect,
 )
+from hoststage.client._pages import pack_keys
 from hoststage.v1 import admin_pb2 as admin
 from hoststage.v1.admin_pb2_grpc import AdminStub
 from tests.integration.daemon import Daemon, environment, eventually
@@ -275,6 +276,23 @@ def test_a_board_full_of_garbage_harms_nobody(daemon):
     eventually(
         lambda: slots_in(daemon, "free") == next(p for p in daemon.status()["pools"] if p["kind"] == "read")["slots"]
     )
+
+
+def test_who_is_about_to_ask_by_the_index_when_its_memory_goes_finds_nothing_there(daemon):
+    """Its thread may have looked for what serves by the index already, before another one gives the memory back."""
+    with connect(daemon.address, stack=stack("gone"), timeout=20) as session:
+        keys = keys_of(2, "gone")
+        session.store(keys, {"kv": rows_of(keys)}).wait(20)
+        link = session._core.link
+        service = link.self_service
+        assert service.holds(pack_keys(keys))
+        link.unmap()
+        assert link.self_service is service
+        assert not service.holds(pack_keys(keys))
+        assert session.board_pages == 0
+        assert session.lookup(keys).longest == 2
+        link.flush_released()
+        link.tell_touched()
 
 
 def test_a_client_that_knows_no_board_asks(daemon, monkeypatch):

@@ -111,3 +111,24 @@ def test_a_lease_that_is_dropped_is_taken_off_at_the_next_flush():
     assert space.listed() == [[29], [29]]
     space.service.flush()
     assert space.listed() == [[], []]
+
+
+def test_what_serves_by_the_index_finds_nothing_once_its_memory_is_gone_and_raises_nothing():
+    space = Space()
+    service, held = space.service, space.service.lease(run(0), 1)
+    assert service.holds(run(0, 1))
+    service.close()
+    service.close()
+    assert (service.board_pages, service.holds(run(0, 1)), service.copy(run(0), 1, {})) == (0, False, None)
+    assert service.lease(run(0), 1) is None
+    held[0].release()
+    service.flush()
+
+
+def test_a_prefix_beyond_the_board_is_not_even_looked_up(monkeypatch):
+    space = Space()
+    # The second pool needs two pages of each prefix, the first one all.
+    assert space.service.lease(run(*range(12)), 12) is not None
+    for pool in space.service._pools:
+        monkeypatch.setattr(pool.index, "find", None)
+    assert space.service.lease(run(*range(13)), 13) is None

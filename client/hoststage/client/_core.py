@@ -212,6 +212,8 @@ class Core:
         Many sessions on few cores would else do little but wake up. What is begun while it sleeps long sets the alarm.
         """
         longest = _LONGEST_TICK
+        # Said before the look: what begins after it rings.
+        self.alarm.dozing = True
         if link.open_work:
             # Whoever waits on the lane reads for all.
             longest = _LONGEST_BUSY_TICK if link.lane is not None and link.lane.led else _TICK

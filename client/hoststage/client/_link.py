@@ -358,8 +358,8 @@ class Link:
             self.registration.close()
             self.registration = None
         if self.self_service is not None:
+            # It stays, and finds nothing from now on: other threads may be about to ask it.
             self.self_service.close()
-            self.self_service = None
         return self.arenas.unmap()
 
     def close(self, reason: str = "the session was closed") -> None:

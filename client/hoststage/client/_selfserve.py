@@ -183,6 +183,8 @@ class SelfService:
         board, places = self._board, self._wanted(prefix, ranges)
         if board is None or not places:
             return None
+        if any(prefix - pool.first(prefix) > board.entries[pool.place] for pool in pools):
+            return None  # before any of the work that a long prefix makes
         found: list[tuple[_Pool, Found]] = []
         pages: list[OwnPages] = []
         for pool, first, end in places:
@@ -217,7 +219,7 @@ class SelfService:
 
     def close(self) -> None:
         """Let the indexes and the board go, so that they can be unmapped; whoever is reading one right now still holds it."""
-        self._pools = ()
+        self._pools, self.board_pages = (), 0
         if self._board is not None:
             self._board.close()
 

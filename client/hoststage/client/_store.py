@@ -135,12 +135,13 @@ class _Posted(Waiter):
     __slots__ = ("_link", "_part", "_slots")
 
     def __init__(self, link: Link, part: CommitPart, slots: tuple[ops.PoolSlots, ...]) -> None:
-        super().__init__(self._came)
+        super().__init__()
         self._link, self._part, self._slots = link, part, slots
 
-    def _came(self, message: Message) -> None:
+    def finish(self, message: Message) -> None:
         assert isinstance(message, ops.CommitReply)
         _answered(self._link, self._part, self.request_id, self._slots, message)
+        super().finish(message)
 
     def fail(self, error: HostStageError) -> None:
         super().fail(error)

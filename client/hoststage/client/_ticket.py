@@ -38,17 +38,24 @@ class StoreResult:
         return self.ok
 
 
+@dataclass(slots=True)
+class _Ending:
+    """How one commit ended: nothing yet, a result or an error."""
+
+    result: StoreResult | None = None
+    error: HostStageError | None = None
+
+
 class CommitPart:
-    """One commit of a ticket."""
+    """One commit of a ticket. The ticket keeps its ending alone: two that knew each other would be left to the garbage collector, which engines turn off."""
 
-    __slots__ = ("answered", "error", "over", "result", "ticket")
+    __slots__ = ("answered", "ending", "over", "ticket")
 
-    def __init__(self, ticket: StoreTicket) -> None:
+    def __init__(self, ticket: StoreTicket, ending: _Ending) -> None:
         self.ticket = ticket
+        self.ending = ending
         self.answered = False
         self.over = False
-        self.result: StoreResult | None = None
-        self.error: HostStageError | None = None
 
     def accept(self) -> None:
         """The daemon has the commit."""
@@ -62,7 +69,7 @@ class CommitPart:
     def lose(self, error: HostStageError) -> None:
         """End by the loss of the connection, or of the call; the first ending counts."""
         if self.ticket._claim(self):
-            self.error = error
+            self.ending.error = error
             self.ticket._part_ended()
 
     def refuse(self, outcome: Outcome, detail: str) -> None:
@@ -70,7 +77,7 @@ class CommitPart:
 
     def end(self, result: StoreResult) -> None:
         if self.ticket._claim(self):
-            self.result = result
+            self.ending.result = result
             self.ticket._part_ended()
 
 
@@ -80,7 +87,7 @@ class StoreTicket:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._lock = threading.Lock()
-        self._parts: list[CommitPart] = []
+        self._endings: list[_Ending] = []
         self._open = 0
         self._unanswered = 0
         self._sealed = False
@@ -91,9 +98,9 @@ class StoreTicket:
     # The storing side.
 
     def _begin(self) -> CommitPart:
-        part = CommitPart(self)
+        part = CommitPart(self, _Ending())
         with self._lock:
-            self._parts.append(part)
+            self._endings.append(part.ending)
             self._open += 1
             self._unanswered += 1
         return part
@@ -188,10 +195,10 @@ class StoreTicket:
         return self._result()
 
     def _error(self) -> HostStageError | None:
-        return next((part.error for part in self._parts if part.error is not None), None)
+        return next((ending.error for ending in self._endings if ending.error is not None), None)
 
     def _result(self) -> StoreResult:
-        results = [part.result for part in self._parts if part.result is not None]
+        results = [ending.result for ending in self._endings if ending.result is not None]
         pages = sum(r.pages for r in results if r.outcome in (Outcome.STORED, Outcome.RESIDENT))
         failed = [r for r in results if not r.ok]
         written = [r for r in results if r.outcome is not Outcome.BELIEVED_STORED]
