@@ -201,3 +201,27 @@ def test_nobody_gets_a_board_where_pages_do_not_stay_or_publishing_has_all() -> 
     pool.keep = True
     assert pool.place_publish(158) is not None
     assert pool.next_board() == 0
+
+
+def test_nobody_gets_a_board_whose_room_is_being_stored_though_loads_lease_it_too() -> None:
+    reserve = 8
+    pool, _ = pool_of(160, reserve=reserve, write_span=reserve)
+    share = pool.next_board()
+    assert share
+    names = [f"stored {i}" for i in range(pool.publish_limit)]
+    slots = pool.place_publish(len(names))
+    assert slots is not None
+    pool.begin_drain(slots)
+    pool.filled(slots, [key(n) for n in names], [b"c"] * len(names), load=False)
+    # The store is slow, and loads lease what is being stored: when they release it, it is still in use.
+    leased = slots[: pool.load_limit]
+    pool.lease(leased)
+    assert pool.next_board() == 0
+    pool.release(leased)
+    others = pool.place_load(reserve)
+    assert others is not None
+    pool.filled(others, [key(f"loaded {i}") for i in range(reserve)], [b"c"] * reserve, load=True)
+    pool.settle(others)
+    # With a board, what it lists would have been in the way of this one.
+    assert pool.place_load(reserve) is not None
+    pool.check()

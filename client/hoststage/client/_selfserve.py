@@ -183,14 +183,12 @@ class SelfService:
         board, places = self._board, self._wanted(prefix, ranges)
         if board is None or not places:
             return None
-        if any(prefix - pool.first(prefix) > board.entries[pool.place] for pool in pools):
+        if any(end - first > board.entries[pool.place] for pool, first, end in places):
             return None  # before any of the work that a long prefix makes
         found: list[tuple[_Pool, Found]] = []
         pages: list[OwnPages] = []
         for pool, first, end in places:
             arena, whole = pool.pages, pool.whole
-            if end - first > board.entries[pool.place]:
-                return None
             there = pool.index.find(run.cut(first, end), run.key_bytes)
             if there is None:
                 return None

@@ -103,7 +103,9 @@ class ReadPool:
             return 0
         room = board_room(self.size, self.reserve, self.write_span)
         share = board_share(room, self.boards.entries)
-        return share if self.publish_busy <= self.publish_limit - share else 0
+        # Those that loads lease too are published pages in use as soon as they are released.
+        busy = self._publish_filling + int(np.count_nonzero(self.draining))
+        return share if busy <= self.publish_limit - share else 0
 
     @property
     def evictable(self) -> int:
@@ -287,8 +289,11 @@ class ReadPool:
     @property
     def publish_busy(self) -> int:
         """Published pages that cannot make room now: being copied, or being written to the store."""
-        filling = np.count_nonzero(self.published & (self.table.state == SlotState.FILLING))
-        return int(filling) + int(np.count_nonzero(self.draining & (self.table.state == SlotState.RESIDENT)))
+        return self._publish_filling + int(np.count_nonzero(self.draining & (self.table.state == SlotState.RESIDENT)))
+
+    @property
+    def _publish_filling(self) -> int:
+        return int(np.count_nonzero(self.published & (self.table.state == SlotState.FILLING)))
 
     def place_publish(self, n: int, *, loads_wait: bool = False) -> Slots | None:
         """Take `n` slots that publishing will fill, evicting if need be; None where there is no room for it.
