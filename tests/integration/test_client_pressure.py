@@ -62,6 +62,20 @@ def test_slots_kept_ahead_never_starve_a_store_of_the_whole_arena(daemon):
             assert session.store(keys_of(n, f"c{i}"), pages(n)).wait(10).outcome is Outcome.STORED
 
 
+def test_slots_kept_ahead_are_there_for_who_needs_them_beside_what_is_being_written(daemon):
+    with connect(daemon.address, stack=stack("beside"), timeout=5, credits=8) as session:
+        most = write_slots(session)
+        with session.reserve(keys_of(most - 10, "long"), {"kv": most - 10}) as long:
+            assert long
+            for i in range(4):
+                # Two slots are free and eight kept ahead, or again so.
+                eventually(lambda: session._core.link.credits.held(0) == 8)
+                with session.reserve(keys_of(9, f"b{i}"), {"kv": 9}) as batch:
+                    assert batch, batch.detail
+                eventually(lambda: session._core.link.credits.held(0) == 8)
+                assert session.store(keys_of(9, f"s{i}"), pages(9)).wait(5).outcome is Outcome.STORED
+
+
 def test_a_store_without_room_is_a_dropped_store_and_no_error(daemon):
     with connect(daemon.address, stack=stack("full"), timeout=5) as session:
         most = write_slots(session)

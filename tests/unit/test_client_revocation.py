@@ -74,3 +74,15 @@ def test_slots_beyond_what_is_wanted_are_handed_back():
     taken = credits.take([(0, 2)])
     assert taken is not None
     assert np.array_equal(taken[0].slots, [1, 2])
+
+
+def test_nothing_is_kept_ahead_while_a_reservation_waits_for_it():
+    credits = Credits([4])
+    credits.add([slots_of(0, [(1, 1)])])
+    assert [e.slots.tolist() for e in credits.drain([0])] == [[1]]
+    # Asked for before, and granted now: the reservation would wait for it.
+    assert [e.slots.tolist() for e in credits.add([slots_of(0, [(2, 1)])])] == [[2]]
+    assert credits.lacking() == []
+    credits.drained([0])
+    assert credits.lacking() == [(0, 4)]
+    assert credits.add([slots_of(0, [(3, 1)])]) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,6 +18,8 @@ class Credits:
         self.wanted = tuple(wanted)
         self._lock = threading.Lock()
         self._ahead: dict[int, list[tuple[int, int]]] = {}
+        # Pools, each as often as a reservation is under way that found too few slots free.
+        self._needed: Counter[int] = Counter()
 
     def add(self, entries: Sequence[ops.PoolSlots]) -> list[ops.PoolSlots]:
         """Take granted slots in; return those beyond what is wanted, which are to be given back.
@@ -28,7 +31,8 @@ class Credits:
             for entry in entries:
                 have = self._ahead.setdefault(entry.pool, [])
                 pairs = real_pairs(entry)
-                room = max(0, (self.wanted[entry.pool] if entry.pool < len(self.wanted) else 0) - len(have))
+                wanted = self.wanted[entry.pool] if entry.pool < len(self.wanted) else 0
+                room = 0 if self._needed[entry.pool] else max(0, wanted - len(have))
                 have.extend(pairs[:room])
                 if len(pairs) > room:
                     beyond.append(slots_of(entry.pool, pairs[room:]))
@@ -39,9 +43,15 @@ class Credits:
         return len(self._ahead.get(pool, ()))
 
     def drain(self, pools: Sequence[int]) -> list[ops.PoolSlots]:
-        """Take all slots of those pools out."""
+        """Take all slots of those pools out, and keep none of them until `drained`: a grant may be under way."""
         with self._lock:
+            self._needed.update(pools)
             return [slots_of(pool, self._ahead.pop(pool)) for pool in pools if self._ahead.get(pool)]
+
+    def drained(self, pools: Sequence[int]) -> None:
+        """What they were drained for has been answered."""
+        with self._lock:
+            self._needed.subtract(pools)
 
     def take(self, counts: Sequence[tuple[int, int]]) -> tuple[ops.PoolSlots, ...] | None:
         """Return slots for every `(pool, count)`, or None where one pool has too few."""
@@ -69,8 +79,8 @@ class Credits:
     def lacking(self) -> list[tuple[int, int]]:
         """Return `(pool, count)` of the pools that have less than half of what is wanted."""
         with self._lock:
-            have = [len(self._ahead.get(pool, ())) for pool in range(len(self.wanted))]
-        return [(pool, want - h) for pool, (want, h) in enumerate(zip(self.wanted, have, strict=True)) if 2 * h < want]
+            have = {p: len(self._ahead.get(p, ())) for p in range(len(self.wanted)) if not self._needed[p]}
+        return [(pool, self.wanted[pool] - h) for pool, h in have.items() if 2 * h < self.wanted[pool]]
 
 
 def slots_of(pool: int, pairs: list[tuple[int, int]]) -> ops.PoolSlots:

@@ -163,10 +163,22 @@ class Link:
         """Keep slots for stores to come as far as wanted, give the rest back."""
         self.abort(self.credits.add(slots))
 
-    def make_room(self, ranges: Sequence[ops.PoolRange]) -> None:
-        """Give slots back that are kept ahead, where a reservation of that size would wait for them for ever."""
-        tight = [r.pool for r in ranges if r.count > self.write_slots[r.pool] - self.credits.held(r.pool)]
-        self.abort(self.credits.drain(tight))
+    def reserve(self, span: ops.Span, wait_ms: int, deadline: Deadline) -> ops.ReserveReply:
+        """Ask for slots. What is kept ahead is given back where there are too few: a reservation would wait for it for ever."""
+        if not self.credits.wanted:
+            return self._reserve(span, wait_ms, deadline)
+        reply = self._reserve(span, 0, deadline)
+        if reply.outcome is not ops.Outcome.POOL_FULL:
+            return reply
+        pools = [r.pool for r in span.ranges]
+        self.abort(self.credits.drain(pools))
+        try:
+            return self._reserve(span, wait_ms, deadline)
+        finally:
+            self.credits.drained(pools)
+
+    def _reserve(self, span: ops.Span, wait_ms: int, deadline: Deadline) -> ops.ReserveReply:
+        return self.call(ops.Reserve(span, wait_ms), ops.ReserveReply, deadline, self.abort_orphan)
 
     # -------------------------------------------------------------- facts
 

@@ -106,9 +106,8 @@ def _store_piece(
     try:
         slots = link.take_credits([(p.pool, p.count) for p in piece.parts])
         if slots is None:
-            link.make_room(span.ranges)
             wait_ms = max(1, int(deadline.left_ms * SHARE_OF_DEADLINE))
-            reply = link.call(ops.Reserve(span, wait_ms), ops.ReserveReply, deadline, link.abort_orphan)
+            reply = link.reserve(span, wait_ms, deadline)
             if reply.outcome is not Outcome.ACCEPTED:
                 part.end(StoreResult(reply.outcome, 0, reply.detail))
                 return reply.outcome in GOOD
@@ -304,7 +303,4 @@ def reserve(
         ahead = link.take_credits([(r.pool, r.count) for r in ranges])
         if ahead is not None:
             return WriteBatch(link, span, ops.ReserveReply(Outcome.ACCEPTED, ahead), names)
-    link.make_room(ranges)
-    request = ops.Reserve(span, int(min(wait, deadline.left) * 1000))
-    reply = link.call(request, ops.ReserveReply, deadline, link.abort_orphan)
-    return WriteBatch(link, span, reply, names)
+    return WriteBatch(link, span, link.reserve(span, int(min(wait, deadline.left) * 1000), deadline), names)
