@@ -286,6 +286,18 @@ def _weakly(method: weakref.WeakMethod[Callable[[Link, Message], None]]) -> Call
     return handle
 
 
+def _see_off(link: Link, alarm: Alarm) -> None:
+    """End the connection of a session that was dropped, once nothing of its memory is mapped any more: it would be in quarantine for as long as this process lives."""
+    busy = link.unmap()
+    while link.lost is None and any(mapping.resident for mapping in busy):
+        if link.lane is not None:
+            link.lane.drain()
+        alarm.sleep(_LINGER)
+    with suppress(HostStageError):
+        link.goodbye(Deadline(1.0))
+    link.close("the session was dropped")
+
+
 def _housekeeping(ref: weakref.ref[Core], stop: threading.Event, alarm: Alarm) -> None:
     """Runs while the session lives. It holds no strong reference between ticks, so that a dropped session ends."""
     count = 0
@@ -294,8 +306,7 @@ def _housekeeping(ref: weakref.ref[Core], stop: threading.Event, alarm: Alarm) -
         core = ref()
         if core is None:
             if link is not None:
-                link.unmap()
-                link.close("the session was dropped")
+                _see_off(link, alarm)
             return
         link = core.link
         try:
