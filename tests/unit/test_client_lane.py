@@ -155,3 +155,45 @@ def test_a_malformed_frame_ends_the_lane(ends):
     peer.sock.sendall(lane.HEADER.pack(LIMIT + 1, lane.Op.PROTOBUF, 0, 0, 1))
     made.drain(5)
     assert isinstance(made.router.lost, SessionLost)
+
+
+class Interrupt(BaseException):
+    """What a signal handler raises."""
+
+
+def test_an_interruption_right_after_the_senders_lock_was_taken_wedges_nobody(ends):
+    made, _, _ = ends
+    lock = made._send_lock
+
+    class Interrupted:
+        def acquire(self, timeout):
+            lock.acquire(timeout=timeout)
+            raise Interrupt
+
+    made._send_lock = Interrupted()
+    with pytest.raises(Interrupt):
+        made.send(pb.ClientMessage(ping=pb.Ping()), 2, Deadline(5))
+    # The lock is lost, and with it the lane: openly, so that another one is opened.
+    assert "interrupted" in str(made.router.lost)
+    with pytest.raises(SessionLost):
+        made.router.register(Waiter())
+
+
+@pytest.mark.parametrize("how", ["wait", "drain"])
+def test_an_interruption_while_the_reading_is_handed_on_leaves_it_free(ends, monkeypatch, how):
+    made, peer, _ = ends
+
+    def interrupted():
+        raise Interrupt
+
+    monkeypatch.setattr(made, "_nudge_one", interrupted)
+    with pytest.raises(Interrupt):
+        made.wait(Waiter(), Deadline(0.01)) if how == "wait" else made.drain()
+    monkeypatch.undo()
+    assert not made.led
+    results = []
+    threads = start(1, made, results)
+    peer.pong(peer.read(1)[0][1])
+    for thread in threads:
+        thread.join(10)
+    assert results[0][1:3] == (True, None)

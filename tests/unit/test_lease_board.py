@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hoststage.shm import libc
+from hoststage.shm import leaseboard, libc
 from hoststage.shm.fence import full_fence, full_fence_known
 from hoststage.shm.leaseboard import BoardSection, LeaseBoard, LeaseBoardError, board_bytes, make_board
 
@@ -65,6 +65,40 @@ def test_what_finalizers_drop_is_taken_off_later_and_before_room_runs_out():
     board.drop(second)
     board.clear_dropped()
     assert (listed(sections[0]), listed(sections[1])) == ([7, 8, 9], [])
+
+
+class Interrupt(BaseException):
+    """What a signal handler raises."""
+
+
+def test_an_interruption_after_the_listing_leaves_nothing_listed(monkeypatch):
+    sections, board = made()
+
+    def interrupted() -> None:
+        raise Interrupt
+
+    monkeypatch.setattr(leaseboard, "full_fence", interrupted)
+    with pytest.raises(Interrupt):
+        board.enlist(((0, [1, 2, 3]), (1, [4])))
+    monkeypatch.undo()
+    board.clear_dropped()
+    assert (listed(sections[0]), listed(sections[1])) == ([], [])
+    assert board.enlist(tuple((pool, range(n)) for pool, n in enumerate(ENTRIES))) is not None
+
+
+def test_an_interruption_before_the_clearing_leaves_it_to_whoever_comes_next(monkeypatch):
+    sections, board = made()
+    listing = board.enlist(((0, [1, 2, 3]),))
+
+    def interrupted() -> None:
+        raise Interrupt
+
+    monkeypatch.setattr(board, "clear_dropped", interrupted)
+    with pytest.raises(Interrupt):
+        board.clear(listing)
+    monkeypatch.undo()
+    board.clear_dropped()
+    assert listed(sections[0]) == []
 
 
 def test_a_board_that_was_let_go_takes_nothing_and_forgets_nothing():

@@ -63,7 +63,7 @@ class Core:
         self._forks = _forks
         self._closed = False
         self._on_push = on_push
-        self._reconnect = threading.Lock()
+        self._reconnect = threading.RLock()
         self._previous = Previous()
         self._kept: list[Mapping] = []
         self.imports: set[Closable] = set()
@@ -124,9 +124,9 @@ class Core:
     # -------------------------------------------------------------- loss and replacement
 
     def _replaced(self, lost: Link, deadline: Deadline) -> Link:
-        if not self._reconnect.acquire(timeout=deadline.left):
-            raise DeadlineExceeded("the session is being opened anew; that took longer than this call may")
         try:
+            if not self._reconnect.acquire(timeout=deadline.left):
+                raise DeadlineExceeded("the session is being opened anew; that took longer than this call may")
             self._check()
             if self._link is not lost and self._link.lost is None:
                 return self._link
@@ -134,7 +134,10 @@ class Core:
                 raise DaemonUnavailable(f"the daemon is away; last attempt: {self._failure}")
             return self._open_anew(deadline)
         finally:
-            self._reconnect.release()
+            try:  # noqa: SIM105 - a call before the release might be interrupted
+                self._reconnect.release()
+            except RuntimeError:
+                pass  # it is not ours: it was not to be had, or the wait was interrupted
 
     def _open_anew(self, deadline: Deadline) -> Link:
         old = self._link

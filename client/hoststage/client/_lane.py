@@ -76,7 +76,13 @@ class Lane:
             data = lane.frame(Op.PROTOBUF, request_id, message.SerializeToString())
         else:
             data = lane.encode(message, request_id)
-        if not self._send_lock.acquire(timeout=deadline.left):
+        try:
+            mine = self._send_lock.acquire(timeout=deadline.left)
+        except BaseException:
+            # Interrupted, before it had the lock or right after: nobody might ever give it back.
+            self.close("a thread was interrupted while it sent a message")
+            raise
+        if not mine:
             raise DeadlineExceeded("other threads' messages were not taken by the daemon in time")
         try:
             self._send_all(data, deadline)
@@ -118,19 +124,22 @@ class Lane:
     def wait(self, waiter: Waiter, deadline: Deadline) -> bool:
         """Wait until the waiter ends; returns whether it has. The calling thread reads for all, or parks while another does."""
         while not waiter.done:
-            with self._mutex:
-                lead = not self._leading
-                lock = None if lead else waiter.ticket_to_park()
+            lead, lock = False, None
+            try:
+                # An interruption between taking the lead and here would leave nobody to read.
+                with self._mutex:
+                    if not self._leading:
+                        self._leading = lead = True
+                    elif (lock := waiter.ticket_to_park()) is not None:
+                        self._followers.append(waiter)
+                while lead and not waiter.done and self._read(deadline.left):
+                    pass
+            finally:
                 if lead:
-                    self._leading = True
-                elif lock is not None:
-                    self._followers.append(waiter)
+                    # Not in a call, which might be interrupted before it did anything.
+                    self._leading = False
+                    self._nudge_one()
             if lead:
-                try:
-                    while not waiter.done and self._read(deadline.left):
-                        pass
-                finally:
-                    self._hand_over()
                 if not waiter.done and self.router.lost is not None:
                     # It began to wait while the loss was being told to all others.
                     waiter.fail(SessionLost(str(self.router.lost)))
@@ -156,25 +165,24 @@ class Lane:
 
     def drain(self, timeout: float = 0.0, limit: int = 64) -> bool:
         """Read what has arrived, unless another thread is reading; returns whether this one did."""
-        with self._mutex:
-            if self._leading:
-                return False
-            self._leading = True
+        lead = False
         try:
+            with self._mutex:
+                if self._leading:
+                    return False
+                self._leading = lead = True
             if self._read(timeout):
                 for _ in range(limit):
                     if not self._read(0.0):
                         break
         finally:
-            self._hand_over()
+            if lead:
+                self._leading = False
+                self._nudge_one()
         return True
 
-    def _hand_over(self) -> None:
-        with self._mutex:
-            self._leading = False
-        self._nudge_one()
-
     def _nudge_one(self) -> None:
+        """Have another one read, after this one. Whoever saw it read is among the followers by now."""
         with self._mutex:
             while self._followers:
                 follower = self._followers.pop()

@@ -74,10 +74,15 @@ class OwnLease:
 
     __slots__ = ("_board", "_listing")
 
-    def __init__(self, board: LeaseBoard, listing: Listing) -> None:
+    def __init__(self, board: LeaseBoard) -> None:
+        """It is made before the listing, which no interruption then leaves without an owner."""
         self._board = board
         # Taken out once, whoever releases first: an entry that is given back twice would be two leases' own.
-        self._listing = [listing]
+        self._listing: list[Listing] = []
+
+    def hold(self, listing: Listing) -> None:
+        """Own what is listed."""
+        self._listing.append(listing)
 
     def release(self) -> None:
         """Take the pages off the board; safe to repeat."""
@@ -89,8 +94,8 @@ class OwnLease:
 
     def __del__(self) -> None:
         # A finalizer may run in the middle of anything, a method of the board's included.
-        if self._listing:
-            self._board.drop(self._listing.pop())
+        if listing := getattr(self, "_listing", None):
+            self._board.drop(listing.pop())
 
 
 class SelfService:
@@ -198,10 +203,11 @@ class SelfService:
             found.append((pool, there))
             pages.append(OwnPages(pool.place, first, arena, there[0], views))
         wanted = [(each.pool, each.slots) for each in pages]
+        lease = OwnLease(board)
         listing = board.enlist(wanted)
         if listing is None:
             return None
-        lease = OwnLease(board, listing)
+        lease.hold(listing)
         # The index was looked at before: what has left since then may have been overwritten without a look at our board.
         for pool, there in found:
             if not pool.index.stands(there):

@@ -106,17 +106,24 @@ class LeaseBoard:
 
         wanted: place of each pool, and slots of it, one at least.
         """
-        with self._lock:
-            if self._dropped:
-                self._clear_dropped()
-            if not self._words:
-                return None
-            for pool, slots in wanted:
-                if len(slots) > len(self._free[pool]):
+        listing: list[tuple[int, Sequence[int]]] = []
+        try:
+            with self._lock:
+                if self._dropped:
+                    self._clear_dropped()
+                if not self._words:
                     return None
-            listing = tuple([(pool, self._take(pool, slots)) for pool, slots in wanted])
-        full_fence()
-        return listing
+                for pool, slots in wanted:
+                    if len(slots) > len(self._free[pool]):
+                        return None
+                for pool, slots in wanted:
+                    listing.append((pool, self._take(pool, slots)))
+            full_fence()
+        except BaseException:
+            # Interrupted: nobody will ask for them to be taken off.
+            self._dropped.append(tuple(listing))
+            raise
+        return tuple(listing)
 
     def _take(self, pool: int, slots: Slots) -> Sequence[int]:
         words, free = self._words[pool], self._free[pool]
@@ -133,10 +140,9 @@ class LeaseBoard:
 
     def clear(self, listing: Listing) -> None:
         """Take what was listed off the board: it is read no more."""
-        # Whoever sees the zeros must not be ahead of our last reads.
-        fence()
-        with self._lock:
-            self._clear(listing)
+        # Left to whoever comes next, where this is interrupted.
+        self._dropped.append(listing)
+        self.clear_dropped()
 
     def drop(self, listing: Listing) -> None:
         """Have it taken off soon. For finalizers, which may run in the middle of anything, another method of this one included."""
@@ -149,6 +155,7 @@ class LeaseBoard:
                 self._clear_dropped()
 
     def _clear_dropped(self) -> None:
+        # Whoever sees the zeros must not be ahead of our last reads.
         fence()
         while self._dropped:
             self._clear(self._dropped.popleft())
