@@ -52,8 +52,9 @@ def test_what_cannot_be_given_back_to_a_daemon_that_does_not_read_is_given_back_
     spec = stack("stalled", mode=Mode.BUFFER_ONLY)
     with connect(daemon.address, stack=spec, timeout=20, credits=4) as session:
         assert session.store(keys, {"kv": rows_of(4)}).wait().ok
-        loaded, batch = session.load(keys), session.reserve(keys_of(2, "other"), {"kv": 2})
-        eventually(lambda: slots_in_use(daemon) == {"read/kv/ready": 4, "write/kv/reserved": 6})
+        # More than is kept ahead, so that slots are reserved beside those.
+        loaded, batch = session.load(keys), session.reserve(keys_of(5, "other"), {"kv": 5})
+        eventually(lambda: slots_in_use(daemon) == {"read/kv/ready": 4, "write/kv/reserved": 9})
         daemon.process.send_signal(signal.SIGSTOP)
         try:
             with pytest.raises(DeadlineExceeded, match="does not read"):
