@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -103,6 +104,11 @@ class Daemon:
         """Return what the operators' port answers."""
         with urllib.request.urlopen(f"http://{self.http}{path}", timeout=10) as response:
             return response.read().decode()
+
+    def asked(self, operation: str) -> float:
+        """Return how often that operation was requested, whichever way."""
+        series = rf'hoststage_request_seconds_count\{{[^}}]*operation="{operation}"[^}}]*\}} ([0-9.e+]+)'
+        return sum(map(float, re.findall(series, self.get("/metrics"))))
 
     def status(self) -> dict:
         """Return the status as data."""

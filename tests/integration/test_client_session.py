@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import re
 import select
 import threading
 import time
@@ -161,14 +160,9 @@ def test_pages_are_written_in_place(daemon):
         assert batch.commit().wait(5).outcome is Outcome.CANCELLED
 
 
-def reserves_asked(daemon):
-    found = re.search(r'request_seconds_count\{[^}]*operation="reserve"[^}]*\} ([0-9.e+]+)', daemon.get("/metrics"))
-    return float(found.group(1)) if found else 0.0
-
-
 def test_slots_granted_ahead_are_written_in_place_without_asking(daemon):
     with open_session(daemon, stack("place-ahead"), credits=4) as session:
-        asked = reserves_asked(daemon)
+        asked = daemon.asked("reserve")
         keys, kv = keys_of(3, "place-ahead"), rows_of(3)
 
         def write(batch):
@@ -184,7 +178,7 @@ def test_slots_granted_ahead_are_written_in_place_without_asking(daemon):
             assert batch
             write(batch)
             assert batch.commit().wait(20).outcome is Outcome.BELIEVED_STORED
-        assert reserves_asked(daemon) == asked
+        assert daemon.asked("reserve") == asked
         with session.load(keys) as loaded:
             assert [bytes(p) for p in loaded.pages("kv")] == [bytes(r) for r in kv]
         # An orphan's slots come back, and so do those of a batch that was left without a commit.
@@ -195,7 +189,7 @@ def test_slots_granted_ahead_are_written_in_place_without_asking(daemon):
         room = session.grant.pool("kv").write_slots
         with session.reserve(keys_of(room, "all"), {"kv": room}, wait=10) as batch:
             assert batch, batch.detail
-        assert reserves_asked(daemon) > asked
+        assert daemon.asked("reserve") > asked
 
 
 def test_groups_arrive_in_the_order_of_the_prefix(daemon):

@@ -63,14 +63,6 @@ def entries_of(session):
     return board.slots if board is not None else 0
 
 
-def loads_asked(daemon):
-    """How often the daemon was asked for a load on the lane."""
-    found = re.search(
-        r'hoststage_request_seconds_count\{[^}]*operation="load"[^}]*\} ([0-9.e+]+)', daemon.get("/metrics")
-    )
-    return float(found.group(1)) if found else 0.0
-
-
 def slots_in(daemon, state):
     found = re.search(
         rf'hoststage_slots\{{arena="read",pool="kv",state="{state}"\}} ([0-9.e+]+)', daemon.get("/metrics")
@@ -104,7 +96,7 @@ def test_views_are_leased_without_a_request_and_stay_until_they_are_released(dae
         with pytest.raises(ValueError, match="released"):
             loaded.pages("kv")
         loaded.release()
-        assert loads_asked(daemon) == 0
+        assert daemon.asked("load") == 0
         operate(daemon, "Evict")
         assert slots_in(daemon, "resident") == 0
         assert not session.load(keys)
@@ -127,7 +119,7 @@ def test_ranges_are_leased_without_a_request(daemon):
             assert [bytes(page) for page in group.pages["kv"]] == [bytes(row) for row in rows_of(keys[3:5])]
             stream.loaded.release()
             del group
-        assert loads_asked(daemon) == 0
+        assert daemon.asked("load") == 0
 
 
 def test_more_than_the_board_has_room_for_is_the_daemons_to_lease(daemon):
@@ -136,12 +128,12 @@ def test_more_than_the_board_has_room_for_is_the_daemons_to_lease(daemon):
         keys = keys_of(2 * n, "many")
         session.store(keys, {"kv": rows_of(keys)}).wait(20)
         first, second = session.load(keys[:n]), session.load(keys[n:])
-        assert loads_asked(daemon) == 1
+        assert daemon.asked("load") == 1
         assert same(first, keys[:n])
         assert same(second, keys[n:])
         first.release()
         with session.load(keys[n:]) as again:
-            assert loads_asked(daemon) == 1
+            assert daemon.asked("load") == 1
             assert same(again, keys[n:])
         second.release()
 
@@ -156,7 +148,7 @@ def test_a_window_is_leased_from_where_it_begins(daemon):
         rows = rows_of(keys)
         session.store(keys, {"kv": rows, "swa": rows}).wait(20)
         with session.load(keys) as loaded:
-            assert loads_asked(daemon) == 0
+            assert daemon.asked("load") == 0
             first = loaded.first("swa")
             assert 0 < first < 6
             assert same(loaded, keys)
@@ -194,7 +186,7 @@ def test_groups_and_the_asyncio_face_lease_by_themselves_too(daemon):
                 assert len(group.pages["kv"]) == 3
 
     asyncio.run(look())
-    assert loads_asked(daemon) == 0
+    assert daemon.asked("load") == 0
 
 
 def test_a_pin_is_given_back_by_a_lease_of_ones_own(daemon):
@@ -205,7 +197,7 @@ def test_a_pin_is_given_back_by_a_lease_of_ones_own(daemon):
         assert match.pin
         with session.load(keys, pin=match) as loaded:
             assert same(loaded, keys)
-        assert loads_asked(daemon) == 0
+        assert daemon.asked("load") == 0
         eventually(lambda: slots_in(daemon, "resident") == 3)
         operate(daemon, "Evict")
         assert slots_in(daemon, "resident") == 0
@@ -303,7 +295,7 @@ def test_a_client_that_knows_no_board_asks(daemon, monkeypatch):
         session.store(keys, {"kv": rows_of(keys)}).wait(20)
         with session.load(keys) as loaded:
             assert same(loaded, keys)
-        assert loads_asked(daemon) == 1
+        assert daemon.asked("load") == 1
 
 
 def test_an_arena_with_no_room_to_spare_has_no_boards(daemon):

@@ -51,14 +51,6 @@ def rows_of(keys, size=PAGE):
     return np.stack([np.tile(np.frombuffer(key, dtype=np.uint64), size // 32) for key in keys]).view(np.uint8)
 
 
-def served(daemon, operation):
-    """How often the daemon was asked on the lane."""
-    found = re.search(
-        rf'hoststage_request_seconds_count\{{[^}}]*operation="{operation}"[^}}]*\}} ([0-9.e+]+)', daemon.get("/metrics")
-    )
-    return float(found.group(1)) if found else 0.0
-
-
 def index_hits(daemon, what):
     found = re.search(rf'hoststage_{what}s_total\{{[^}}]*"index_hit"[^}}]*\}} ([0-9.e+]+)', daemon.get("/metrics"))
     return float(found.group(1)) if found else 0.0
@@ -68,7 +60,7 @@ def test_hits_are_served_without_a_request_and_counted_all_the_same(daemon):
     with connect(daemon.address, stack=stack("own"), timeout=20) as session:
         keys = keys_of(6, "own")
         assert session.store(keys, {"kv": rows_of(keys)}).wait(20).outcome is Outcome.RESIDENT
-        asked = served(daemon, "lookup"), served(daemon, "load")
+        asked = daemon.asked("lookup"), daemon.asked("load")
         assert session.lookup(keys).runs == ((1, 6),)
         for prefix in (6, 1):
             target = np.zeros((prefix, PAGE), dtype=np.uint8)
@@ -76,13 +68,13 @@ def test_hits_are_served_without_a_request_and_counted_all_the_same(daemon):
             assert loaded
             assert (loaded.prefix, loaded.first("kv")) == (prefix, 0)
             assert np.array_equal(target, rows_of(keys[:prefix]))
-        assert (served(daemon, "lookup"), served(daemon, "load")) == asked
+        assert (daemon.asked("lookup"), daemon.asked("load")) == asked
         eventually(lambda: index_hits(daemon, "lookup") == 1 and index_hits(daemon, "load") == 2)
         # What is not all there is the daemon's to answer.
         more = [*keys, *keys_of(1, "absent")]
         assert session.lookup(more).runs == ((1, 6),)
         assert not session.load(more, into={"kv": np.zeros((7, PAGE), dtype=np.uint8)})
-        assert (served(daemon, "lookup"), served(daemon, "load")) == (asked[0] + 1, asked[1] + 1)
+        assert (daemon.asked("lookup"), daemon.asked("load")) == (asked[0] + 1, asked[1] + 1)
 
 
 def test_a_pin_is_the_daemons_to_give_and_is_given_back_by_a_copy(daemon):
@@ -109,11 +101,11 @@ def test_a_window_is_copied_from_where_it_begins(daemon):
         keys = keys_of(8, "window")
         rows = rows_of(keys)
         session.store(keys, {"kv": rows, "swa": rows}).wait(20)
-        asked = served(daemon, "load")
+        asked = daemon.asked("load")
         kv, swa = np.zeros((8, PAGE), dtype=np.uint8), np.zeros((8, PAGE), dtype=np.uint8)
         loaded = session.load(keys, into={"kv": kv, "swa": swa})
         assert loaded
-        assert served(daemon, "load") == asked
+        assert daemon.asked("load") == asked
         first = loaded.first("swa")
         assert 0 < first < 8
         assert np.array_equal(kv, rows)
@@ -131,7 +123,7 @@ def test_ranges_are_copied_without_a_request_and_wrong_ones_are_the_daemons_to_r
         rows = rows_of(keys)
         # The window alone is stored: no prefix of fewer keys can be restored, ranges can.
         session.store(keys, {"kv": rows, "swa": rows[6:]}).wait(20)
-        asked = served(daemon, "load")
+        asked = daemon.asked("load")
         for ranges in ({"kv": (2, 3)}, {"kv": (0, 8)}, {"swa": (7, 1)}, {"kv": (5, 1), "swa": (6, 2)}):
             into = {pool: np.zeros((count, PAGE), dtype=np.uint8) for pool, (_, count) in ranges.items()}
             loaded = session.load(keys, into=into, ranges=ranges)
@@ -139,7 +131,7 @@ def test_ranges_are_copied_without_a_request_and_wrong_ones_are_the_daemons_to_r
             for pool, (first, count) in ranges.items():
                 assert loaded.first(pool) == first
                 assert np.array_equal(into[pool], rows[first : first + count])
-        assert served(daemon, "load") == asked
+        assert daemon.asked("load") == asked
         room = np.zeros((8, PAGE), dtype=np.uint8)
         assert not session.load(keys, into={"swa": room}, ranges={"swa": (4, 2)})
         with pytest.raises(RequestRejected):
@@ -181,7 +173,7 @@ def test_a_client_that_knows_no_index_asks(daemon, monkeypatch):
         session.store(keys, {"kv": rows_of(keys)}).wait(20)
         assert session.lookup(keys).longest == 2
         assert session.load(keys, into={"kv": np.zeros((2, PAGE), dtype=np.uint8)})
-        assert served(daemon, "load") == 1
+        assert daemon.asked("load") == 1
 
 
 def test_in_buffer_only_nothing_stays_and_there_is_no_index(tmp_path):
