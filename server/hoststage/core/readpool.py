@@ -168,7 +168,7 @@ class ReadPool:
         self._tick += 1
         self.last_used[done] = self._tick
         self.table.move(done, SlotState.READY, SlotState.RESIDENT)
-        self._settle(done)
+        self._settle(done.tolist())
 
     def _release_few(self, slots: list[int]) -> None:
         leases = self._leases
@@ -184,11 +184,11 @@ class ReadPool:
             self.load_held -= 1
             self._last_used[slot] = self._tick
             self.table.move_one(slot, SlotState.READY, SlotState.RESIDENT)
-        self._let_go([s for s in done if not self.draining[s] and not (self.keep and self._indexed(s))])
+        self._settle(done)
 
-    def _settle(self, slots: Slots) -> None:
+    def _settle(self, slots: list[int]) -> None:
         """Free those RESIDENT slots that have no reason to stay."""
-        self._let_go([s for s in slots.tolist() if not self.draining[s] and not (self.keep and self._indexed(s))])
+        self._let_go([s for s in slots if not self.draining[s] and not (self.keep and self._indexed(s))])
 
     def _indexed(self, slot: int) -> bool:
         key = self.keys[slot]
@@ -237,13 +237,15 @@ class ReadPool:
         self.boards.remove(board)
         self.sweep()
 
-    def sweep(self) -> None:
-        """Free the slots that linger and that no board lists any more."""
+    def sweep(self) -> int:
+        """Free the slots that linger and that no board lists any more; return how many."""
         lingering = self.boards.lingering
-        if lingering:
-            gone = lingering - self.boards.listed(lingering, self.mirror)
-            lingering -= gone
-            self._discard(sorted(gone))
+        if not lingering:
+            return 0
+        gone = lingering - self.boards.listed(lingering, self.mirror)
+        lingering -= gone
+        self._discard(sorted(gone))
+        return len(gone)
 
     def _unlisted(self, slots: list[int]) -> list[int]:
         """Suspend indexed pages in the mirror, and return those that no board lists; the others stand again."""
@@ -406,7 +408,7 @@ class ReadPool:
     def settle(self, slots: Slots) -> None:
         """Nobody leased these after `filled`: free them where pages are not kept."""
         idle = slots[self.table.state[slots] == SlotState.RESIDENT]
-        self._settle(idle)
+        self._settle(idle.tolist())
 
     def unfilled(self, slots: Slots, *, load: bool) -> None:
         """Nothing came into these FILLING slots."""

@@ -148,10 +148,7 @@ class NamespaceCore:
 
     def sweep(self) -> int:
         """Free the slots that linger and that no board lists any more; return how many."""
-        before = sum(len(pool.boards.lingering) for pool in self.pools)
-        for pool in self.pools:
-            pool.sweep()
-        return before - sum(len(pool.boards.lingering) for pool in self.pools)
+        return sum(pool.sweep() for pool in self.pools)
 
     def heal(self, keys: Sequence[bytes], present: Sequence[Sequence[bytes | None]]) -> int:
         """Forget pages whose sidecar is of another commit, so that they can be stored anew; return how many keys.
