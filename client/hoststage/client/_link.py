@@ -145,7 +145,7 @@ class Link:
         if not lacking:
             return
         span = ops.Span(b"", 1, tuple(ops.PoolRange(pool, 0, n) for pool, n in lacking))
-        reply = self.call(ops.Reserve(span), ops.ReserveReply, deadline, orphan=self.abort_orphan)
+        reply = self._reserve(span, 0, deadline)
         if reply.outcome is ops.Outcome.ACCEPTED:
             self.keep_credits(reply.slots)
 

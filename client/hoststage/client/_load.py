@@ -50,7 +50,7 @@ class LoadRequest:
 
     def pin_for(self, link: Link) -> int:
         """Return the pin as that connection knows it."""
-        return self.pin.pin_for(link) if isinstance(self.pin, Match) else self.pin
+        return _pin_on(link, self.pin)
 
     def message(self, link: Link, deadline: Deadline) -> ops.Load:
         """Return the request for a connection."""
@@ -60,16 +60,26 @@ class LoadRequest:
         return ops.Load(span, self.prefix, pin, due, self.accept_shorter)
 
 
+def _pin_on(link: Link, pin: int | Match) -> int:
+    return pin.pin_for(link) if isinstance(pin, Match) else pin
+
+
+def _spend(link: Link, pin: int | Match) -> None:
+    """A load that asked nobody consumes its pin all the same."""
+    known = _pin_on(link, pin)
+    if known:
+        link.post(ops.Release((), (known,)))
+
+
 def load_request(
     core: Core,
-    keys: Keys,
+    run: KeyRun,
     prefix: int | None,
     pin: int | Match,
     ranges: Mapping[str, tuple[int, int]] | None,
     accept_shorter: bool,
 ) -> LoadRequest:
     """Check the arguments of a load. Raises `StackError`."""
-    run = pack_keys(keys)
     n = len(run) if prefix is None else prefix
     if not 1 <= n <= len(run):
         raise StackError("prefix", n, f"pass 1 to {len(run)}, the number of keys")
@@ -145,9 +155,7 @@ def _serve_oneself(
     first = service.copy(request.run, request.prefix, targets, request.ranges)
     if first is None:
         return None
-    pin = request.pin_for(link)
-    if pin:
-        link.post(ops.Release((), (pin,)))
+    _spend(link, request.pin)
     if link.lost is not None:
         # The daemon is gone, and with it the promise that an index says so before a page is overwritten.
         raise SessionLost(str(link.lost))
@@ -155,14 +163,13 @@ def _serve_oneself(
 
 
 def lease_views(
-    core: Core, keys: Keys, prefix: int | None, pin: int | Match, ranges: Mapping[str, tuple[int, int]] | None
+    core: Core, run: KeyRun, prefix: int | None, pin: int | Match, ranges: Mapping[str, tuple[int, int]] | None
 ) -> Loaded | None:
     """Lease resident pages without asking the daemon; None where it must be asked, or there is something wrong with the arguments."""
     link = core.open_link()
     service = link.self_service if link is not None else None
     if link is None or service is None or not service.board_pages:
         return None
-    run = pack_keys(keys)
     n = len(run) if prefix is None else prefix
     leased = service.lease(run, n, _places_of(core, ranges)) if 1 <= n <= len(run) else None
     if leased is None:
@@ -173,9 +180,7 @@ def lease_views(
         own.release()
         raise SessionLost(str(link.lost))
     loaded = Loaded.listed(core.names, n, link, own, pages)
-    known = pin.pin_for(link) if isinstance(pin, Match) else pin
-    if known:
-        link.post(ops.Release((), (known,)))
+    _spend(link, pin)
     return loaded
 
 

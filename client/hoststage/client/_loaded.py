@@ -15,10 +15,10 @@ from hoststage.client._loadop import Extent, LoadOp
 from hoststage.client._pages import PageRows, ScatteredPages
 from hoststage.client._selfserve import OwnLease, OwnPages
 from hoststage.client.errors import SessionLost, StackError
-from hoststage.shm.leaseboard import Slots
+from hoststage.shm.pageindex import Slots
 from hoststage.v1 import ops
 from hoststage.v1.imported import ImportedLoadReply
-from hoststage.v1.ops import U32, Outcome
+from hoststage.v1.ops import Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Loaded:
         self._link: Link | None = None
         self._first: dict[str, int] = {}
         self._pages: dict[str, list[memoryview]] = {}
-        self._places: dict[str, tuple[Arena, U32 | Slots]] = {}
+        self._places: dict[str, tuple[Arena, Slots]] = {}
         self._released = False
 
     @classmethod

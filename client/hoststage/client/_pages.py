@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hoststage.client import cuda
 from hoststage.client._arenas import Arena
 from hoststage.client.errors import StackError
 from hoststage.shm.copy import Offsets, UnaddressableBuffer, address_of, copy_bytes, copy_pages, copy_range
+from hoststage.shm.pageindex import Slots, array_of, numbers
 from hoststage.v1 import ops
 from hoststage.v1.ops import NO_SLOT, U32
 
@@ -22,9 +22,6 @@ Keys: TypeAlias = Sequence[bytes] | bytes
 
 Rows: TypeAlias = Any
 """Pages of one pool: a list of buffers of one page each, or one C-contiguous array or tensor whose first axis is the page, or `ScatteredPages`."""
-
-Slots: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
-"""Slots of an arena, one a page."""
 
 Mover: TypeAlias = Callable[[Offsets, Offsets, Offsets], object]
 """Copies bytes: called with the addresses to write, those to read, and the lengths; `int64[n]` each."""
@@ -74,8 +71,11 @@ def pack_keys(keys: Keys) -> KeyRun:
     return KeyRun(b"".join(keys), size)
 
 
-def adjacent(slots: U32) -> bool:
+def adjacent(given: Slots) -> bool:
     """Return whether every slot is the next one after the one before it (none of them `NO_SLOT`)."""
+    if isinstance(given, range):
+        return given.step == 1
+    slots = array_of(given)
     first, last = int(slots[0]), int(slots[-1])
     return last != NO_SLOT and last - first == len(slots) - 1 and bool((slots[1:] - slots[:-1] == 1).all())
 
@@ -205,18 +205,16 @@ class PageRows:
 
     def from_arena(self, first: int, arena: Arena, slots: Slots, pieces: slice = slice(None)) -> None:
         """Copy slots into rows from `first` on; of scattered pages, those `pieces` of each."""
-        if isinstance(slots, range) and self._base and arena.stride == self._page_bytes:
-            self._copy_run(first, arena, slots.start, len(slots), to_arena=False)
-        else:
-            self._copy(first, arena, np.asarray(slots, dtype=np.uint32), to_arena=False, pieces=pieces)
+        self._copy(first, arena, slots, to_arena=False, pieces=pieces)
 
-    def _copy(self, first: int, arena: Arena, slots: U32, *, to_arena: bool, pieces: slice = slice(None)) -> None:
-        if self._addresses is not None and len(slots) <= _FEW and (self._threads == 1 or self._page_bytes < _LARGE):
-            self._copy_few(first, arena, slots, to_arena=to_arena)
+    def _copy(self, first: int, arena: Arena, given: Slots, *, to_arena: bool, pieces: slice = slice(None)) -> None:
+        if self._addresses is not None and len(given) <= _FEW and (self._threads == 1 or self._page_bytes < _LARGE):
+            self._copy_few(first, arena, numbers(given), to_arena=to_arena)
             return
-        if self._base and arena.stride == self._page_bytes and adjacent(slots):
-            self._copy_run(first, arena, int(slots[0]), len(slots), to_arena=to_arena)
+        if self._base and arena.stride == self._page_bytes and adjacent(given):
+            self._copy_run(first, arena, int(given[0]), len(given), to_arena=to_arena)
             return
+        slots = array_of(given)
         wanted = np.flatnonzero(slots != NO_SLOT)
         if not len(wanted):
             return
@@ -237,11 +235,11 @@ class PageRows:
             copy_pages(0, to, 0, source, lengths, threads=self._threads)
         del guard
 
-    def _copy_few(self, first: int, arena: Arena, slots: U32, *, to_arena: bool) -> None:
+    def _copy_few(self, first: int, arena: Arena, slots: Sequence[int], *, to_arena: bool) -> None:
         """The same for whole rows of host memory, without numpy's fixed cost a call."""
         assert self._addresses is not None
         base, stride, size, guard = arena.mapping.address, arena.stride, self._page_bytes, arena.guard()
-        for i, slot in enumerate(slots.tolist()):
+        for i, slot in enumerate(slots):
             if slot == NO_SLOT:
                 continue
             row, place = int(self._addresses[first + i]), base + slot * stride

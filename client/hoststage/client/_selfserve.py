@@ -15,14 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from hoststage.client._arenas import Arena, Arenas
 from hoststage.client._pages import KeyRun, PageRows
 from hoststage.client.errors import SessionLost
 from hoststage.shm.fence import full_fence_known
-from hoststage.shm.leaseboard import LeaseBoard, Listing, Slots
-from hoststage.shm.pageindex import Found, PageIndex
+from hoststage.shm.leaseboard import LeaseBoard, Listing
+from hoststage.shm.pageindex import Found, PageIndex, Slots, numbers
 from hoststage.v1 import hoststage_pb2 as pb
 from hoststage.v1.ops import PoolRange
 
@@ -198,7 +196,7 @@ class SelfService:
             if there is None:
                 return None
             stride, size = arena.stride, arena.page_bytes
-            starts = [slot * stride for slot in (there[0].tolist() if isinstance(there[0], np.ndarray) else there[0])]
+            starts = [slot * stride for slot in numbers(there[0])]
             views = [whole[start : start + size] for start in starts]
             found.append((pool, there))
             pages.append(OwnPages(pool.place, first, arena, there[0], views))
@@ -239,7 +237,7 @@ class SelfService:
             for place, slots in self._read.popleft():
                 each = used.setdefault(place, set())
                 if len(each) < _MOST_TOUCHED:
-                    each.update(slots.tolist() if isinstance(slots, np.ndarray) else slots)
+                    each.update(numbers(slots))
         touched = [pb.PoolSlots(pool=place, slots=sorted(each)[:_MOST_TOUCHED]) for place, each in used.items()]
         return pb.ClientMessage(touch=pb.Touch(lookups=lookups, loads=loads, slots=touched))
 

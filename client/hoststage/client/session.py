@@ -17,7 +17,7 @@ from hoststage.client._imported import Imported
 from hoststage.client._load import LoadStream
 from hoststage.client._loaded import Loaded, Match
 from hoststage.client._options import Options, Previous
-from hoststage.client._pages import Keys, Rows
+from hoststage.client._pages import Keys, Rows, pack_keys
 from hoststage.client._status import error_of_call
 from hoststage.client._store import WriteBatch
 from hoststage.client._stream import open_channel
@@ -280,11 +280,12 @@ class Session:
         :raises StackError: for keys or memory out of form. :raises DeadlineExceeded: where the pages do not come in time; nothing stays leased.
         :raises SessionLost, DaemonUnavailable: where the daemon is away. :raises QuotaExceeded, RequestRejected: what it takes exception to.
         """
+        run = pack_keys(keys)
         if into is None:
-            leased = _load.lease_views(self._core, keys, prefix, pin, ranges)
+            leased = _load.lease_views(self._core, run, prefix, pin, ranges)
             if leased is not None:
                 return leased
-        request = _load.load_request(self._core, keys, prefix, pin, ranges, accept_shorter)
+        request = _load.load_request(self._core, run, prefix, pin, ranges, accept_shorter)
         deadline = self._core.deadline(timeout)
         if into and _imported.given(into):
             return _imported.load(self._core, request, into, deadline)
@@ -302,10 +303,11 @@ class Session:
     ) -> LoadStream:
         """Load like `load`, but hand pages over group by group as they arrive, in the order of the prefix. shm alone."""
         deadline = self._core.deadline(timeout)
-        leased = _load.lease_views(self._core, keys, prefix, pin, ranges)
+        run = pack_keys(keys)
+        leased = _load.lease_views(self._core, run, prefix, pin, ranges)
         if leased is not None:
             return LoadStream(leased, self._core.names, deadline)
-        request = _load.load_request(self._core, keys, prefix, pin, ranges, accept_shorter)
+        request = _load.load_request(self._core, run, prefix, pin, ranges, accept_shorter)
         link = self._core.ready(deadline)
         if not link.maps:
             raise StackError("path", link.grant.path.value, "groups come over shm alone; use load()")

@@ -98,9 +98,10 @@ def copy_bytes(dst_address: int, src_address: int, nbytes: int) -> None:
 
 def copy_range(dst_address: int, src_address: int, nbytes: int, *, threads: int = 1) -> None:
     """Copies one range; `threads` as for `copy_pages`."""
-    if min(threads, nbytes // _SHARE_BYTES) > 1:
+    shares = min(threads, nbytes // _SHARE_BYTES)
+    if shares > 1:
         dst, src, size = (np.array([value], dtype=np.int64) for value in (dst_address, src_address, nbytes))
-        _copy_shared(dst, src, size, min(threads, nbytes // _SHARE_BYTES))
+        _copy_shared(dst, src, size, shares)
     else:
         copy_bytes(dst_address, src_address, nbytes)
 

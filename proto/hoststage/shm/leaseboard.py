@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from hoststage.shm.fence import fence, full_fence
+from hoststage.shm.pageindex import Slots, array_of
 
 _HEADER = struct.Struct("<8sI")
 _HEADER_BYTES = 64
@@ -27,7 +27,6 @@ _MAGIC = b"hsboard1"
 _FEW = 8
 """So many entries are written one by one: numpy's fixed cost a call is larger than that."""
 
-Slots = Sequence[int] | npt.NDArray[np.int64]
 Listing = tuple[tuple[int, Sequence[int]], ...]
 """For each pool that has any, its place, and which of its entries are in use."""
 
@@ -130,8 +129,7 @@ class LeaseBoard:
         taken = free[-len(slots) :]
         del free[-len(slots) :]
         if len(taken) > _FEW:
-            entries = np.arange(slots.start, slots.stop) if isinstance(slots, range) else np.asarray(slots)
-            self._cells[pool][taken] = entries + 1
+            self._cells[pool][taken] = array_of(slots) + 1
         else:
             for at, slot in zip(taken, slots, strict=True):
                 words[at] = slot + 1

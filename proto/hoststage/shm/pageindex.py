@@ -12,7 +12,8 @@ are never here.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,8 +41,22 @@ _MIX = 0xFF51AFD7ED558CCD
 _U64 = (1 << 64) - 1
 
 U32 = npt.NDArray[np.uint32]
+Slots = Sequence[int] | npt.NDArray[np.integer[Any]]
+"""Slots of an arena, one a page."""
 Found = tuple[list[int], list[int]] | tuple[range, U32] | tuple[npt.NDArray[np.int64], U32]
 """Slots and their versions, one a key: lists for a few keys, for many a range where the slots follow one another, else an array."""
+
+
+def numbers(slots: Slots) -> Sequence[int]:
+    """Return slots as plain numbers."""
+    return slots.tolist() if isinstance(slots, np.ndarray) else slots
+
+
+def array_of(slots: Slots) -> U32:
+    """Return slots as an array. numpy by itself goes through a range number by number."""
+    if isinstance(slots, range):
+        return np.arange(slots.start, slots.stop, dtype=np.uint32)
+    return np.asarray(slots, dtype=np.uint32)
 
 
 class PageIndexError(ValueError):
